@@ -7,6 +7,7 @@ register_buffer("sigma", ..)  float(self.sigma)           its value: another one
 input of a denoiser: mask     mask.sum(1).tolist()        its value, which the graph's calls must have (`guards.py`)
                               x[mask], mask.nonzero()     likewise: places by number, as of repeat_interleave(mask)
                               if t > 500, float(t)        likewise; refused: numbers of what changes from step to step
+                              x[mask] = token             no number: where(mask, token, x)
 uniform = rand(1)             if uniform > 0.0            True: no draw decides it, as with a dropout of nothing
 """
 
@@ -54,6 +55,8 @@ class NumbersRead:
     names: Mapping[str, str] = field(default_factory=dict)
     inputs: Mapping[str, str] = field(default_factory=dict)
 
+
+_NUMBERS = (bool, int, float)
 
 _held: ContextVar[NumbersRead | None] = ContextVar("held", default=None)
 
@@ -182,10 +185,30 @@ def _repeated(func: Any, input: torch.Tensor, *args: Any, **named: Any) -> torch
     return source.index_select(along, torch.tensor(places, dtype=torch.int64, device=input.device))
 
 
+def _put(func: Any, tensor: torch.Tensor, index: Any, value: Any) -> None:
+    """One value for all places of a mask is chosen entry by entry, however many these are."""
+    *others, mask = index if type(index) is tuple and index else (index,)
+    behind = tensor.ndim - len(others) - mask.ndim if _is_mask(mask) else -1
+    known = isinstance(value, torch.Tensor) or type(value) in _NUMBERS
+    all_of = known and all(type(one) is slice and one == slice(None) for one in others)
+    if behind >= 0 and all_of and mask.shape == tensor.shape[len(others) : len(others) + mask.ndim]:
+        one = torch.full((), value, dtype=tensor.dtype, device=tensor.device) if type(value) in _NUMBERS else value
+        if one.ndim == behind + 1 and type(one.shape[0]) is int and one.shape[0] == 1:
+            one = one[0]
+        if one.ndim <= behind and (one.dtype, one.device) == (tensor.dtype, tensor.device) == (one.dtype, mask.device):
+            tensor.copy_(torch.where(mask.reshape(*mask.shape, *[1] * behind), one, tensor))
+            return
+    _taken(func, tensor, index, value)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim > 0
+
+
 def _taken(func: Any, tensor: torch.Tensor, index: Any, *values: Any) -> Any:
     """Entries of a tensor, or as many put there, where masks that are known are places."""
     parts = index if type(index) is tuple else (index,)
-    masks = [isinstance(one, torch.Tensor) and one.dtype == torch.bool and one.ndim > 0 for one in parts]
+    masks = [_is_mask(one) for one in parts]
     one_for_all = bool(values) and not (isinstance(values[0], torch.Tensor) and values[0].ndim)
     if one_for_all or not any(masks):
         return func(tensor, index, *values)
@@ -210,5 +233,6 @@ KNOWN: Table = {
     **dict.fromkeys((torch.masked_select, torch.Tensor.masked_select), _masked_select),
     torch.where: _where,
     **dict.fromkeys((torch.repeat_interleave, torch.Tensor.repeat_interleave), _repeated),
-    **dict.fromkeys((torch.Tensor.__getitem__, torch.Tensor.__setitem__), _taken),
+    torch.Tensor.__getitem__: _taken,
+    torch.Tensor.__setitem__: _put,
 }  # fmt: skip
