@@ -59,6 +59,15 @@ class SampleVerification:
         return f"{what}: prediction {self.error:.1e} off one device's, tolerance {self.tolerance:.0e} ({where})"
 
 
+def _off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    if not wanted.numel():
+        return 0.0
+    wide = torch.promote_types(wanted.dtype, torch.float32)
+    scale = float(wanted.to(wide).abs().max()) or 1.0
+    return float((found.to(wide) - wanted.to(wide)).abs().max()) / scale
+
+
 def _least_precise(traced: Traced, dtype: torch.dtype) -> torch.dtype:
     """Of the types that values made from rows have, down to the prediction's: patches sum in another order there."""
     inputs = traced.captured.graph.find_nodes(op="placeholder")
@@ -273,9 +282,8 @@ class Sampler:
         found = step.traced.returned.tensor(self._again(step, args, kwargs))
         if found.dtype != wanted.dtype:
             raise CompileError(f"ranks predict in {found.dtype}, the denoiser in {wanted.dtype}: please report this")
-        wide = torch.promote_types(wanted.dtype, torch.float32)
-        scale = float(wanted.to(wide).abs().max()) or 1.0
-        error = float((found.to(wide) - wanted.to(wide)).abs().max()) / scale
+        parts = step.traced.returned.parts
+        error = max(map(_off, parts(found), parts(wanted)))
         computed = _least_precise(step.traced, wanted.dtype)
         return SampleVerification(error, _TOLERANCES.get(computed, 5e-2), computed, step.grid)
 

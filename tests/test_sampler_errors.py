@@ -74,8 +74,8 @@ MODULES: dict[str, tuple[Any, int, dict[str, Any], str]] = {
         Denoiser(lambda self, x, time: self.conv(x) - x.mean(0, keepdim=True)), 2, {"cfg": 2}, "it mixes samples",
     ),
     "several tensors": (
-        Denoiser(lambda self, x, time: (self.conv(x), x[:, :1])), 2, {},
-        r"returns 2 tensors in a tuple \(\[\w+, 2, 12, 5\] float64, \[\w+, 1, 12, 5\] .* wrap the model in a module",
+        Denoiser(lambda self, x, time: (self.conv(x), x[0, :1])), 2, {},
+        r"returns 2 tensors in a tuple \(\[\w+, 2, 12, 5\] float64, \[1, 12, 5\] .* wrap the model in a module",
     ),
     "a size as a key": (
         Denoiser(lambda self, x, time: self.conv(x) * len({*(time > 0).sum(0, True).tolist()})), 2,

@@ -20,7 +20,7 @@ from fxpipe.capture.expressions import Unwritable
 from fxpipe.capture.free_sizes import FreeSizes
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.known import Given
-from fxpipe.capture.stored import from_data, to_data
+from fxpipe.capture.stored import from_data, kind_named, to_data
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.trees import Returned
 from fxpipe.errors import CaptureError, ValuesError
@@ -135,13 +135,17 @@ def _returned_data(returned: Returned) -> dict[str, Any]:
         tree = pytree.treespec_dumps(returned.tree)
     except (NotImplementedError, TypeError) as error:
         raise Unwritable(f"what forward returns: {error}") from None
-    return {"leaves": list(returned.leaves), "tree": tree, "places": list(returned.places)}
+    kinds = [str(kind).removeprefix("torch.") for kind in returned.dtypes]
+    packed = {"shapes": [list(shape) for shape in returned.shapes], "dtypes": kinds}
+    return {"leaves": list(returned.leaves), "tree": tree, "places": list(returned.places), **packed}
 
 
 def _returned(data: Mapping[str, Any]) -> Returned:
     leaves, places = tuple(data["leaves"]), tuple(data["places"])
     tree = pytree.treespec_loads(data["tree"])
+    shapes, dtypes = tuple(map(tuple, data["shapes"])), tuple(map(kind_named, data["dtypes"]))
     known = all(type(place) is int and 0 <= place < len(leaves) for place in places)
-    if tree.num_leaves != len(leaves) or not places or not known:
+    sized = len(shapes) == len(dtypes) in (0, len(places)) and all(type(s) is int for shape in shapes for s in shape)
+    if tree.num_leaves != len(leaves) or not places or not known or not sized:
         raise ValueError(data)
-    return Returned(leaves, tree, places)
+    return Returned(leaves, tree, places, shapes, dtypes)

@@ -190,9 +190,9 @@ def _value(data: Any, mode: Any, made: Mapping[str, fx.Node]) -> Any:
         return made[said]
     if kind == "tensor":
         shape, stride, dtype, device, requires_grad = _value(said, mode, made)
-        return private.sizes.traced_tensor(mode, shape, stride, _kind(dtype), torch.device(device), requires_grad)
+        return private.sizes.traced_tensor(mode, shape, stride, kind_named(dtype), torch.device(device), requires_grad)
     if kind == "torch":
-        return _kind(said)
+        return kind_named(said)
     if kind == "device":
         return torch.device(said)
     return private.sizes.traced_number(mode, expression_of(said), _SYMBOLIC[kind])
@@ -205,7 +205,7 @@ def _tensor_data(value: torch.Tensor) -> list[Any]:
     return [*sizes, str(value.dtype).removeprefix("torch."), str(value.device), value.requires_grad]
 
 
-def _kind(name: str) -> Any:
+def kind_named(name: str) -> Any:
     found = getattr(torch, name)
     if not isinstance(found, _KINDS):
         raise ValueError(name)
@@ -226,7 +226,7 @@ def _constant_data(tensor: torch.Tensor, state: str, model: nn.Module) -> dict[s
 def _constant(data: Mapping[str, Any], model: nn.Module) -> torch.Tensor:
     if "of" not in data:
         content = bytearray(base64.b64decode(data["bytes"], validate=True))
-        return torch.frombuffer(content, dtype=_kind(data["dtype"])).reshape(data["shape"])
+        return torch.frombuffer(content, dtype=kind_named(data["dtype"])).reshape(data["shape"])
     found = _attribute(model, data["of"])
     if not isinstance(found, torch.Tensor):
         raise ValueError(data["of"])

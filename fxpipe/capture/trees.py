@@ -8,6 +8,7 @@ as it is.
 """
 
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -154,41 +155,64 @@ def named_leaves(value: Any) -> list[tuple[tuple[str, ...], Any]]:
 @dataclass(frozen=True)
 class Returned:
     """What a forward returns beside its prediction: a tensor alone, a tuple of one, a dataclass, ...; or several
-    tensors of one shape and type, as of a list of samples, which are one prediction: stacked behind the batch."""
+    tensors, which are one prediction. Those of one shape, as of a list of samples, are stacked behind the batch; others
+    are packed, as image and audio are in one sequence: a sample's entries of each, one after the other. Then `shapes`
+    and `dtypes` are theirs, the shapes without the batch."""
 
     leaves: tuple[Any, ...]
     tree: pytree.TreeSpec
     places: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
 
     @staticmethod
     def of(output: Any) -> "Returned":
-        """Raises CompileError where there is no tensor, or several that are not alike."""
+        """Raises CompileError where there is no tensor, or several that are no one prediction."""
         leaves, tree = pytree.tree_flatten(_apart(output))
         tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         first = next(iter(tensors.values()), None)
-        if first is None or any(one.shape != first.shape or one.dtype != first.dtype for one in tensors.values()):
+        plain = tuple(None if place in tensors else leaf for place, leaf in enumerate(leaves))
+        if first is not None and all((one.shape, one.dtype) == (first.shape, first.dtype) for one in tensors.values()):
+            return Returned(plain, tree, (*tensors,))
+        if first is None or not all(_may_be_packed(first, one) for one in tensors.values()):
             raise CompileError(
                 f"forward returns {len(tensors)} tensors in a {type(output).__name__}{_shapes(tensors.values())}; a "
-                "sampler needs one, the prediction, or several of one shape: wrap the model in a module that returns "
-                "that"
+                "sampler needs one, the prediction, or several of one shape, or of real numbers for as many samples "
+                "each: wrap the model in a module that returns that"
             )
-        return Returned(
-            tuple(None if place in tensors else leaf for place, leaf in enumerate(leaves)), tree, (*tensors,)
-        )
+        shapes, dtypes = zip(*((tuple(one.shape[1:]), one.dtype) for one in tensors.values()), strict=True)
+        return Returned(plain, tree, (*tensors,), shapes, dtypes)
 
     def tensor(self, output: Any) -> torch.Tensor:
         """The prediction in an output like this."""
         leaves = pytree.tree_leaves(_apart(output))
         found: list[torch.Tensor] = [leaves[place] for place in self.places]
+        if self.shapes:
+            return torch.cat([one.reshape(one.shape[0], math.prod(one.shape[1:])) for one in found], 1)
         return found[0] if len(found) == 1 else torch.stack(found, min(1, found[0].ndim))
+
+    def parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The tensors that this prediction is."""
+        if not self.shapes:
+            return [tensor] if len(self.places) == 1 else tensor.unbind(min(1, tensor.ndim - 1))
+        pieces = zip(tensor.split([*map(math.prod, self.shapes)], 1), self.shapes, self.dtypes, strict=True)
+        return [piece.reshape(len(tensor), *shape).to(dtype) for piece, shape, dtype in pieces]
 
     def rebuilt(self, tensor: torch.Tensor) -> Any:
         """The output that has this prediction."""
-        parts = [tensor] if len(self.places) == 1 else tensor.unbind(min(1, tensor.ndim - 1))
         leaves = list(self.leaves)
-        for place, part in zip(self.places, parts, strict=True):
+        for place, part in zip(self.places, self.parts(tensor), strict=True):
             leaves[place] = part
         return _together(pytree.tree_unflatten(leaves, self.tree))
+
+
+def _may_be_packed(first: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both have a batch, the same one, sizes behind it that are numbers, and a type that has room for both."""
+    if not first.ndim or not other.ndim or first.shape[0] != other.shape[0]:
+        return False
+    if not all(type(size) is int for size in other.shape[1:]):
+        return False
+    return first.dtype == other.dtype or (first.is_floating_point() and other.is_floating_point())
 
 
 def _shapes(tensors: Iterable[torch.Tensor]) -> str:
