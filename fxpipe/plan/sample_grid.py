@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from fxpipe.errors import CompileError
-from fxpipe.plan.plan import microbatch_sizes
+from fxpipe.plan.plan import microbatch_samples, microbatch_sizes
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,7 @@ class Grid:
 
     def spans(self, batch_size: int) -> list[tuple[int, int]]:
         """The samples [start, stop) of every group."""
-        spans, start = list[tuple[int, int]](), 0
-        for size in microbatch_sizes(batch_size, self.groups):
-            spans.append((start, start + size))
-            start += size
-        return spans
+        return microbatch_samples(microbatch_sizes(batch_size, self.groups))
 
     def __str__(self) -> str:
         stages = "" if self.stages == 1 else f" x {self.stages}"

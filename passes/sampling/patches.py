@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import CompileError
+from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.row_ops import Stretch
 from passes.rows import RowPlan
 from passes.rows.layout import Part, Place, Rows, shape_of
@@ -83,11 +84,7 @@ class Patch:
 
 def even_bounds(count: int, num_patches: int) -> tuple[int, ...]:
     """Bounds of patches whose units differ by one at most, the larger ones first."""
-    small, extra = divmod(count, num_patches)
-    bounds = [0]
-    for index in range(num_patches):
-        bounds.append(bounds[-1] + small + (index < extra))
-    return tuple(bounds)
+    return (0, *accumulate(microbatch_sizes(count, num_patches)))
 
 
 def shared_bounds(count: int, speeds: Sequence[float], first: float = 0.0) -> tuple[int, ...]:

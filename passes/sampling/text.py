@@ -20,7 +20,7 @@ from passes.rows.layout import Rows
 from passes.sampling.attention import Shared
 from passes.sampling.messages import exchange_nodes
 from passes.sampling.patch_graph import patch_graph
-from passes.sampling.patches import Patch, even_bounds, shared_bounds
+from passes.sampling.patches import Patch, shared_bounds
 from passes.sampling.shared import shared_values
 
 Text = Literal["first", "all"]
@@ -61,8 +61,8 @@ def balanced_bounds(
     plan: RowPlan, shared: frozenset[str], node_seconds: Mapping[str, float], num_patches: int,
     speeds: Sequence[float] = (),
 ) -> tuple[int, ...]:  # fmt: skip
-    """Bounds of even patches but the first, whose text and rows take about as long as the rows of another; by the
-    `speeds` of their ranks where these are given. `shared`: what the first one alone makes."""
+    """Bounds of patches that take about as long, the first one's text and rows as the rows of another; by the `speeds`
+    of their ranks where these are given. `shared`: what the first one alone makes."""
     count, text, rows = plan.units.count, 0.0, 0.0
     for name, seconds in node_seconds.items():
         state = plan.states[name]
@@ -71,15 +71,7 @@ def balanced_bounds(
             part = 1 - sum(p.size(count) for p in state.parts if p.kind == "rows") / state.size(count)
         if state is not None or name in shared or isinstance(plan.found[name].how, Summed):
             text, rows = text + part * seconds, rows + (1 - part) * seconds
-
-    if speeds:
-        return shared_bounds(count, speeds, text / rows * count if rows else 0.0)
-
-    def longest(first: int) -> float:
-        return max(text + rows * first / count, rows * -(-(count - first) // (num_patches - 1)) / count)
-
-    first = min(range(1, count - num_patches + 2), key=longest)
-    return (0, *(first + bound for bound in even_bounds(count - first, num_patches - 1)))
+    return shared_bounds(count, speeds or [1.0] * num_patches, text / rows * count if rows else 0.0)
 
 
 def shared_text(plan: RowPlan, late: frozenset[str]) -> frozenset[str]:
