@@ -96,14 +96,6 @@ class Expected:
     memory_bytes: int
     requests: int = 1
 
-    @staticmethod
-    def of(
-        steps: int, seconds: float, alone_seconds: float, wire_bytes: int, memory_bytes: int, requests: int = 1
-    ) -> "Expected":
-        """With seconds to four digits, as they are printed."""
-        rounded = float(f"{seconds:.4g}"), float(f"{alone_seconds:.4g}")
-        return Expected(steps, *rounded, wire_bytes, memory_bytes, requests)
-
     def __str__(self) -> str:
         return (
             f"expects: {counted(self.steps, 'step')}{f' of {self.requests} requests' * (self.requests > 1)} in "

@@ -29,21 +29,17 @@ from passes.sampling.patches import Patch
 _VIEWS = ("reshape", "contiguous", "to", "getitem", "cut_rows", "edge_rows", "put", "type_as", "flatten", "unflatten")
 
 
-class Latest:
+class Latest(dict[str, fx.Node]):
     """By name, the node of every value that patches read of each other; at first what the step before has carried."""
 
     def __init__(self, take: Callable[[str], fx.Node] | None) -> None:
+        super().__init__()
         self._take = take
-        self.nodes: dict[str, fx.Node] = {}
 
-    def __getitem__(self, name: str) -> fx.Node:
-        if name not in self.nodes:
-            assert self._take is not None, name
-            self.nodes[name] = self._take(name)
-        return self.nodes[name]
-
-    def __setitem__(self, name: str, node: fx.Node) -> None:
-        self.nodes[name] = node
+    def __missing__(self, name: str) -> fx.Node:
+        assert self._take is not None, name
+        self[name] = self._take(name)
+        return self[name]
 
 
 def name_of(key: tuple[str, str], stage: int, run: int, src: int | None = None, dst: int | None = None) -> str:

@@ -48,6 +48,18 @@ def owned(tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> dict[int, l
     return found
 
 
+def brought(tensors: Sequence[torch.Tensor], gathering: Pending[list[torch.Tensor]]) -> Pending[None]:
+    """Puts what is gathered where it is not yet: ranks on one and the same model have nothing to copy."""
+
+    @torch.no_grad()
+    def wait() -> None:
+        for tensor, values in zip(tensors, gathering.wait(), strict=True):
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.copy_(values)
+
+    return Pending(wait)
+
+
 class InProcessTransport:
     """A rank that is a thread of this process. Tensors are handed over without a copy: rank programs are functional, so
     no sender changes what it has sent, and no receiver what it has received."""
@@ -124,18 +136,7 @@ class InProcessTransport:
     def broadcast(
         self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
     ) -> Pending[None]:
-        """Ranks on one and the same model have nothing to copy."""
-        of = owned(tensors, owners)
-        numbers = self._give(dict.fromkeys(ranks, of.get(self.rank, [])), ranks, edge)
-
-        def wait() -> None:
-            for rank, given in zip(numbers, self._given(numbers, ranks, edge, "parameters"), strict=True):
-                for mine, tensor in zip(of.get(rank, ()), given, strict=True):
-                    if mine is not tensor:
-                        with torch.no_grad():
-                            mine.copy_(tensor)
-
-        return Pending(wait)
+        return brought(tensors, self.gather(tensors, owners, ranks, edge))
 
     def gather(
         self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.plan.transport import Pending
-from fxpipe.run.transport import owned
+from fxpipe.run.transport import brought, owned
 from fxpipe.run.transport.grouped import Started
 
 
@@ -95,14 +95,7 @@ class Collectives:
     def broadcast(
         self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
     ) -> Pending[None]:
-        gathering = self.gather(tensors, owners, ranks, edge)
-
-        def wait() -> None:
-            for tensor, owner, values in zip(tensors, owners, gathering.wait(), strict=True):
-                if owner != self.rank:
-                    tensor.detach().copy_(values)
-
-        return Pending(wait)
+        return brought(tensors, self.gather(tensors, owners, ranks, edge))
 
     def gather(
         self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
