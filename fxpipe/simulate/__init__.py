@@ -6,7 +6,7 @@
 op_lists       what ranks do, as the simulator takes it      machine      ranks, messages and collectives in time
 wires          messages that share ports                     collectives  sums that wait for all
 rank_memory    bytes over time, from op lists                host_update  the optimizer on the host
-sample_ops     programs of sampling as op lists
+sample_ops     programs of sampling as op lists             repeated     results on tensors without data
 """
 
 from collections.abc import Iterator, Sequence

@@ -11,6 +11,7 @@ nothing, and what an operation of several kernels makes for itself counts while 
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from operator import getitem
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.plan import ops, row_ops
+from fxpipe.plan.displaced_ops import done
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.unroll import ENDS
 from fxpipe.simulate.op_lists import Bytes, Op, StepOps
+from fxpipe.simulate.repeated import Result, call_key, result_of
 
 SecondsOf = Callable[[Sequence[SampleProgram]], Mapping[fx.Node, float]]
 _META = torch.device("meta")
+_NEVER_AGAIN = {ops.begin, ops.send, ops.recv, ops.wait, done, getitem}
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
@@ -98,7 +102,7 @@ def alive_bytes(program: SampleProgram, inputs: Mapping[str, torch.Tensor], keep
     state = {name: torch.empty_like(tensor, device=_META) for name, tensor in program.state.items()}
     likes = {name: inputs[name].to(_META) for name in program.inputs}
     meter.ignore([*state.values(), *likes.values()])
-    with meter, torch.no_grad():
+    with torch.no_grad():
         walk = _Walk(program.graph, state, meter, keeps_sent)
         walk.run(*(likes.get(node.name) for node in program.graph.find_nodes(op="placeholder")))
     for node, (shape, strides, dtype) in walk.values.items():
@@ -112,6 +116,7 @@ class _Walk(fx.Interpreter):
     def __init__(self, graph: fx.Graph, state: Mapping[str, torch.Tensor], meter: "_Meter", keeps_sent: bool) -> None:
         super().__init__(fx.GraphModule(torch.nn.Module(), fx.Graph()), graph=graph)
         self.state, self.meter, self.keeps_sent = state, meter, keeps_sent
+        self.known: dict[Any, Result | None] = {}
         self.sent, self.sent_before = list[torch.Tensor](), list[torch.Tensor]()
         self.found: dict[fx.Node, Bytes] = {}
         self.values: dict[fx.Node, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
@@ -125,7 +130,7 @@ class _Walk(fx.Interpreter):
             result: Any = self.state[str(n.target)]
         elif n.op == "call_function":
             args, kwargs = fx.node.map_aggregate((n.args, n.kwargs), self._given)
-            result = self._call(n, args, kwargs)
+            result = self._again_or_called(n, args, kwargs)
         else:
             result = super().run_node(n)
         if isinstance(result, torch.Tensor):
@@ -137,6 +142,22 @@ class _Walk(fx.Interpreter):
         if isinstance(argument, fx.Node):
             return self.env[argument]
         return _META if isinstance(argument, torch.device) else argument
+
+    def _again_or_called(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if node.target in _NEVER_AGAIN:
+            with self.meter:
+                return self._call(node, args, kwargs)
+        key, given = call_key(node.target, args, kwargs)  # type: ignore[arg-type]
+        before = self.meter.now
+        if (known := self.known.get(key)) is not None:
+            result = known.again(given)
+            self.meter.count(result)
+            self.meter.peak = max(self.meter.peak, before + known.most_bytes)
+            return result
+        with self.meter:
+            result = self._call(node, args, kwargs)
+        self.known[key] = result_of(result, given, self.meter.now - before, self.meter.peak - before)
+        return result
 
     def _call(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if node.target is ops.send and self.keeps_sent:
@@ -195,6 +216,11 @@ class _Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.count(result)
+        return result
+
+    def count(self, result: Any) -> None:
+        """What is new in a result."""
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._seen:
                 storage = tensor.untyped_storage()
@@ -202,7 +228,6 @@ class _Meter(TorchDispatchMode):
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self._gone, storage._cdata)
         self.peak = max(self.peak, self.now)
-        return result
 
     def _gone(self, key: int) -> None:
         self.now -= self._seen.pop(key)
