@@ -1,16 +1,16 @@
 """Every example runs as its reader would run it, and shows what it promises; README.md's example too."""
 
-import os
 import re
 import runpy
-import subprocess
-import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from examples import demo
 from fxpipe.cli.user_model import example_inputs, load_model
+from tests.distributed import run_processes
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -70,21 +70,17 @@ def test_text_to_image_is_one_devices(capsys: pytest.CaptureFixture[str], monkey
     assert float(re.findall(r"10 steps: (\S+) off", shown)[0]) < 1e-4
 
 
-def test_try_out_under_torchrun_shows_the_plan_once_and_trains(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TOY_SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    launched = subprocess.run(
-        [*launcher, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-    )
-    assert launched.returncode == 0, launched.stderr
-    assert launched.stdout.count("stage  1 on rank 1") == 1
-    assert trains(launched.stdout)
+def run_toy_script() -> str:
+    with redirect_stdout(StringIO()) as shown:
+        exec(TOY_SCRIPT, {"__name__": "__main__"})
+    return shown.getvalue()
+
+
+def test_try_out_in_processes_shows_the_plan_once_and_trains() -> None:
+    first, second = run_processes(2, run_toy_script)
+    assert first.count("stage  1 on rank 1") == 1
+    assert trains(first)
+    assert second == ""
 
 
 SPECS = ["stable_diffusion:step", "unconditional_unet:step", "dit:model", "controlnet:step", "toy_pipeline:pipe"]

@@ -62,7 +62,7 @@ def result_of(value: Any, given: Sequence[torch.Tensor], left_bytes: int, most_b
         if not isinstance(leaf, torch.Tensor):
             return None
         sources = [index for index, place in enumerate(places) if place == _place(leaf)]
-        one = Made(sources[0] if sources else None, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype)
+        one = Made(sources[0] if sources else None, leaf.shape, leaf.stride(), int(leaf.storage_offset()), leaf.dtype)
         same = one.again(given)
         if len(sources) > 1 or same.dtype != leaf.dtype or _num_bytes(same) != _num_bytes(leaf):
             return None
@@ -77,4 +77,4 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+    return int(tensor.untyped_storage().nbytes())
