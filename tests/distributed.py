@@ -28,6 +28,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
+IMPORTED = (
+    "fxpipe.compiler", "fxpipe.sample_compiler", "fxpipe.run.transport.distributed", "fxpipe.run.transport.launched",
+    # What a first capture or plan imports.
+    "torch.export._trace", "torch.fx.experimental.validator", "sympy.combinatorics", "sympy.tensor.tensor",
+)  # fmt: skip
+"""Once, before ranks are forked: or every one of them would, for half of its time."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ def _run_rank(module: str, name: str, folder: str, *arguments: str) -> None:
 def _serve() -> None:
     """Forks ranks for every line of input and answers with their exit codes, or with why there are none."""
     gc.disable()  # imports make many objects and no cycles
-    for module in ("fxpipe.compiler", "fxpipe.sample_compiler"):  # or every rank would import them for itself
+    for module in IMPORTED:
         importlib.import_module(module)
     for line in sys.stdin:
         world_size, timeout_seconds, environment, target = json.loads(line)
