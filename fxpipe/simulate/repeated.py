@@ -73,8 +73,8 @@ def result_of(value: Any, given: Sequence[torch.Tensor], left_bytes: int, most_b
 
 
 def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().nbytes())
+    return tensor.untyped_storage().nbytes()
