@@ -47,7 +47,7 @@ class SampleVerification:
     error: float
     tolerance: float
     dtype: torch.dtype
-    grid: Grid
+    layout: str
 
     @property
     def ok(self) -> bool:
@@ -55,7 +55,7 @@ class SampleVerification:
 
     def __str__(self) -> str:
         what = "exact" if self.ok else "NOT EXACT"
-        where = f"{self.grid} {self.grid.axes}, {str(self.dtype).removeprefix('torch.')}"
+        where = f"{self.layout}, {str(self.dtype).removeprefix('torch.')}"
         return f"{what}: prediction {self.error:.1e} off one device's, tolerance {self.tolerance:.0e} ({where})"
 
 
@@ -285,7 +285,7 @@ class Sampler:
         parts = step.traced.returned.parts
         error = max(map(_off, parts(found), parts(wanted)))
         computed = _least_precise(step.traced, wanted.dtype)
-        return SampleVerification(error, _TOLERANCES.get(computed, 5e-2), computed, step.grid)
+        return SampleVerification(error, _TOLERANCES.get(computed, 5e-2), computed, step.plan.layout)
 
     def _again(self, step: SampleStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the last of a few equal steps predicts, a displaced one where there are such."""

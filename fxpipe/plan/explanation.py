@@ -6,7 +6,7 @@ network infinitely fast    21.9 ms      2.6 ms
 ...
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
@@ -33,18 +33,14 @@ class Explanation:
     chosen: str
     seconds: float
     mean_busy: float
-    most_busy: float | None
+    most_busy: float
     what_ifs: tuple[WhatIf, ...]
     rivals: tuple[Outcome, ...]
     num_considered: int
 
     def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = list(self._head())
-        if self.what_ifs:
-            parts.append(self._table())
-        if self.rivals:
-            parts.append(self._others())
-        return Group(*parts)
+        others = [self._others()] if self.rivals else []
+        return Group(self.chosen, self._busy(), self._table(), *others)
 
     def __str__(self) -> str:
         console = Console(width=120, no_color=True, highlight=False)
@@ -56,11 +52,11 @@ class Explanation:
         """Seconds by which the step would be shorter."""
         return None if what.seconds is None else self.seconds - what.seconds
 
-    def _head(self) -> Iterator[str]:
-        yield self.chosen
-        line = f"a step takes {human_seconds(self.seconds)}"
-        line += f": on average a rank computes for {human_seconds(self.mean_busy)} of it"
-        yield line if self.most_busy is None else f"{line}, the busiest for {human_seconds(self.most_busy)}"
+    def _busy(self) -> str:
+        return (
+            f"a step takes {human_seconds(self.seconds)}: on average a rank computes for "
+            f"{human_seconds(self.mean_busy)} of it, the busiest for {human_seconds(self.most_busy)}"
+        )
 
     def _table(self) -> Table:
         table = Table("what if", box=None, pad_edge=False)

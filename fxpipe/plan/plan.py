@@ -22,7 +22,6 @@ from itertools import accumulate, pairwise
 from typing import ClassVar
 
 from fxpipe.errors import CompileError
-from fxpipe.plan.explanation import Explanation, rivals
 from fxpipe.plan.plan_lines import (
     Read,
     SavedPlan,
@@ -134,18 +133,6 @@ class Plan(SavedPlan):
     def peak_bytes(self) -> int | None:
         """What the fullest rank needs in any of its forms."""
         return max((prediction.peak_bytes for prediction in self.predicted.values()), default=None)
-
-    def explain(self) -> Explanation:
-        """What was considered, and what ruled it out; `program.explain()` also says what would make a step faster.
-
-        Raises:
-            CompileError: the plan says nothing about what a step takes.
-        """
-        if self.best is None:
-            raise CompileError("this plan predicts nothing: it has neither a line step: nor steady:")
-        busy = self.best.seconds * (1 - self.best.idle)
-        found = rivals(self.outcomes)
-        return Explanation(_head(self), self.best.seconds, busy, None, (), found, len(self.outcomes))
 
     def __str__(self) -> str:
         texts = [self.summary(), self.step.text()]

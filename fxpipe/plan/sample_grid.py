@@ -43,21 +43,6 @@ class Grid:
         """The samples [start, stop) of every group."""
         return microbatch_samples(microbatch_sizes(batch_size, self.groups))
 
-    def __str__(self) -> str:
-        stages = "" if self.stages == 1 else f" x {self.stages}"
-        times = "" if self.copies == 1 else f" x {self.copies}"
-        beside = "" if self.turns > 1 and self.patches == 1 else f" x {self.patches}"
-        turns = "" if self.turns == 1 else f" x {self.turns}"
-        return f"{self.groups}{stages}{beside}{turns}{times}"
-
-    @property
-    def axes(self) -> str:
-        """What `str` counts."""
-        stages = "" if self.stages == 1 else " x stages"
-        beside = " x ranks beside each other" if self.turns > 1 and self.patches > 1 else ""
-        turns = " in turn" * (self.turns > 1)
-        return f"groups of samples{stages}{beside} x patches{turns}" + " x copies" * (self.copies > 1)
-
 
 def grid_for(world_size: int, batch_size: int, cfg: int | None, patches: int | None, stages: int | None = None) -> Grid:
     """The grid of a call with so many samples: as many groups as divide both where `cfg` is left open, since groups

@@ -194,6 +194,13 @@ class SamplePlan(SavedPlan):
         """Of every stage, which of a group's columns of ranks has it; a fold has two stages on one."""
         return tuple(ranks[0] // self.grid.patches for ranks in self.staged.stage_ranks)
 
+    @property
+    def layout(self) -> str:
+        """In words."""
+        copies = f" x {self.copies} copies" * (self.copies > 1)
+        stages, patches = counted(self.staged.num_stages, "stage"), counted(self.num_patches, "patch", "es")
+        return f"{counted(self.groups, 'group')} x {stages} x {patches}{copies}"
+
     def __str__(self) -> str:
         own = f"{self.summary()}\n{self.step.text()}"
         return own if self.warm is None else f"{own}\nthe first steps are made by this plan:\n{self.warm}"
@@ -205,22 +212,16 @@ class SamplePlan(SavedPlan):
 
 def _head(plan: SamplePlan) -> str:
     return (
-        f"plan: {counted(plan.num_samples, 'sample')} in {_layout(plan)} on {counted(plan.staged.world_size, 'rank')}"
+        f"plan: {counted(plan.num_samples, 'sample')} in {plan.layout} on {counted(plan.staged.world_size, 'rank')}"
         f"{f', {plan.watching} more watching' * (plan.watching > 0)} ({plan.staged.schedule})"
     )
-
-
-def _layout(plan: SamplePlan) -> str:
-    copies = f" x {plan.copies} copies" * (plan.copies > 1)
-    stages, patches = counted(plan.staged.num_stages, "stage"), counted(plan.num_patches, "patch", "es")
-    return f"{counted(plan.groups, 'group')} x {stages} x {patches}{copies}"
 
 
 def _lines(plan: SamplePlan) -> Iterator[str]:
     yield target_line(plan, "call")
     yield str(plan.how)
     if plan.warm is not None:
-        yield f"first {counted(plan.how.num_warm, 'step')}: {_layout(plan.warm)} ({plan.warm.staged.schedule})"
+        yield f"first {counted(plan.how.num_warm, 'step')}: {plan.warm.layout} ({plan.warm.staged.schedule})"
     if plan.how.fresh:
         yield "kept fresh: " + ", ".join(plan.how.fresh)
     if plan.attention:

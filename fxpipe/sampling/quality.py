@@ -60,7 +60,7 @@ def _ways(spread: Spread, step: SampleStep, most: int) -> Iterator[tuple[str, fl
     fresh = f", {len(plan.how.fresh)} exchanges kept fresh" * bool(plan.how.fresh)
     own = next((one for one in candidates if one.made and _is(plan, one)), None)
     seconds = plan.expects.seconds if plan.expects else own.found.seconds if own and own.found else math.nan
-    name = str(own) if own else f"the plan given ({plan.grid} {plan.grid.axes})"
+    name = str(own) if own else f"the plan given ({plan.layout}, {plan.staged.schedule})"
     yield name + fresh, seconds, plan.how.mode == "exact", True, step
     exact = [one for one in candidates if one.is_exact][:1]
     others = [one for one in candidates if not one.is_exact][:most]
