@@ -10,7 +10,6 @@ frozen       what is idle, and the next batch's frozen work in it
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from math import inf
 
 from fxpipe.cluster.network import Port
 from fxpipe.plan.actions import Action
@@ -26,7 +25,6 @@ from passes.step_ops.seconds import ActionSeconds
 from passes.tuner.recompute import numbers_in_flight
 
 _ROUNDING = 1e-9
-_HALVINGS = 10  # a thousandth of a forward
 
 
 def compute_seconds(case: Case, found: Shape, microbatches: int, ahead: bool, again_seconds: float = 0.0) -> float:
@@ -67,19 +65,6 @@ def _chains(
     for block in range(len(seconds))[:: -1 if down else 1]:
         found[block] = max([found[block], *(found[other] for other in before[block])]) + seconds[block]
     return tuple(found)
-
-
-def most_again_seconds(case: Case, found: Shape, microbatches: int, ahead: bool, below: float) -> float:
-    """Of a micro-batch's forwards: what may be computed twice in a step that takes `below` as many seconds."""
-    low, high = 0.0, sum(case.costs.at(-(-case.batch_size // microbatches)).forward_seconds)
-    if compute_seconds(case, found, microbatches, ahead, high) < below:
-        return inf
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (
-            (middle, high) if compute_seconds(case, found, microbatches, ahead, middle) < below else (low, middle)
-        )
-    return high
 
 
 def _frozen_seconds(case: Case, found: Shape, microbatches: int, ahead: bool) -> float:

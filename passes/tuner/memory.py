@@ -15,7 +15,7 @@ from fxpipe.plan.staged import Run, Staged, runs_within, whole_stages
 from fxpipe.simulate.op_lists import StepOps
 from passes.case import Case
 from passes.placement.frozen_ranks import frozen_ranks
-from passes.tuner.bounds import most_again_seconds, recomputed_seconds
+from passes.tuner.bounds import recomputed_seconds
 from passes.tuner.candidates import Candidate
 from passes.tuner.recompute import ROUGH, Ordered, fitting_runs
 from passes.tuner.recut import cut_by_memory
@@ -128,26 +128,23 @@ def recomputed_bound(case: Case, candidate: Candidate, staged: Staged, peaks: Pe
 
 
 def recomputed_stages(
-    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, below: float
+    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int
 ) -> Iterator[Staged]:
-    """With the cheapest blocks recomputed that leave enough room, roughly, where a step may be `below` as many seconds,
-    and as a whole where there is room, too; if no blocks leave enough, those of stages that are cut anew for it."""
-    found = [*_recomputed(case, candidate, staged, peaks, limit_bytes, below)]
+    """With the cheapest blocks recomputed that leave enough room, roughly, and as a whole where there is room, too; if
+    no blocks leave enough, those of stages that are cut anew for it."""
+    found = [*_recomputed(case, candidate, staged, peaks, limit_bytes)]
     if not found:
         every = replace(staged, recompute=_every_block(case))
         anew = cut_by_memory(case, candidate, every, totals(peaks), limit_bytes)
         if anew is not None:
             anew = replace(anew, recompute=runs_within(staged.recompute, anew.boundaries))
-            found = [*_recomputed(case, candidate, anew, peaks, limit_bytes, below)]
+            found = [*_recomputed(case, candidate, anew, peaks, limit_bytes)]
     yield from found
 
 
-def _recomputed(
-    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, below: float
-) -> Iterator[Staged]:
-    most_seconds = most_again_seconds(case, candidate.shape, candidate.microbatches, candidate.ahead, below)
+def _recomputed(case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int) -> Iterator[Staged]:
     num_samples = microbatch_sizes(case.batch_size, candidate.microbatches)[0]
-    found = fitting_runs(case, staged, num_samples, totals(peaks), limit_bytes, most_seconds, ROUGH)
+    found = fitting_runs(case, staged, num_samples, totals(peaks), limit_bytes, ROUGH)
     if found is not None:
         yield found
     whole = replace(staged, recompute=whole_stages(staged.boundaries))

@@ -49,14 +49,12 @@ def fitting_runs(
     num_samples: int,
     ordered: Ordered,
     limit_bytes: int,
-    most_seconds: float = inf,
     effort: float = FINE,
 ) -> Staged | None:
     """The same stages with blocks computed again so that they fit, those that are now among them; None where none do.
 
     Args:
         num_samples: of a micro-batch.
-        most_seconds: that a micro-batch's blocks on one place may take again.
         effort: `ROUGH` or `FINE`.
     """
     schedule, needed = ordered(staged)
@@ -70,7 +68,7 @@ def fitting_runs(
             if most <= limit_bytes and runs[number] == always[number]:
                 continue
             beside = most - place.num_bytes(runs[number])
-            found = _known_cheapest(place, limit_bytes - beside, always[number], most_seconds, effort)
+            found = _known_cheapest(place, limit_bytes - beside, always[number], effort)
             if found is None:
                 return best
             runs[number] = found
@@ -196,32 +194,27 @@ def _held(case: Case, blocks: Sequence[range], sizes: Sequence[int]) -> list[Hel
 # -- the program
 
 
-def _known_cheapest(
-    place: Place, budget_bytes: int, always: tuple[Run, ...], most_seconds: float, effort: float
-) -> tuple[Run, ...] | None:
+def _known_cheapest(place: Place, budget_bytes: int, always: tuple[Run, ...], effort: float) -> tuple[Run, ...] | None:
     """The same as `cheapest`, solved once for all budgets from what its answer needs to that it was asked for."""
     known = _answers(replace(place, ranks=()), always, effort)
-    for needed, asked, most, runs in known:
-        if needed <= budget_bytes <= asked and (runs is not None or most_seconds <= most):
+    for needed, asked, runs in known:
+        if needed <= budget_bytes <= asked:
             return runs
-    runs = cheapest(place, budget_bytes, always, most_seconds, effort)
-    known.append((-inf if runs is None else place.num_bytes(runs), budget_bytes, most_seconds, runs))
+    runs = cheapest(place, budget_bytes, always, effort)
+    known.append((-inf if runs is None else place.num_bytes(runs), budget_bytes, runs))
     return runs
 
 
 @lru_cache(maxsize=256)
-def _answers(
-    place: Place, always: tuple[Run, ...], effort: float
-) -> list[tuple[float, int, float, tuple[Run, ...] | None]]:
-    """Of one problem: bytes that they need, budgets and seconds they were asked for, and runs."""
+def _answers(place: Place, always: tuple[Run, ...], effort: float) -> list[tuple[float, int, tuple[Run, ...] | None]]:
+    """Of one problem: bytes that they need, budgets they were asked for, and runs."""
     return []
 
 
 def cheapest(
-    place: Place, budget_bytes: int, always: Sequence[Run] = (), most_seconds: float = inf, effort: float = FINE
+    place: Place, budget_bytes: int, always: Sequence[Run] = (), effort: float = FINE
 ) -> tuple[Run, ...] | None:
-    """The runs of a place that take least time and fit, with the blocks of `always`; None where none do in
-    `most_seconds`."""
+    """The runs of a place that take least time and fit, with the blocks of `always`; None where none do."""
     from ortools.sat.python import cp_model  # 0.2 s, most of it pandas: where memory decides
 
     model = cp_model.CpModel()
@@ -252,8 +245,6 @@ def cheapest(
 
     total = sum(place.seconds[block] for block in blocks) or 1.0
     parts = sum(max(1, round(place.seconds[b] / total * _PARTS)) * is_again for b, is_again in again.items())
-    if most_seconds < total:
-        model.add(parts <= round(most_seconds / total * _PARTS) + len(blocks))  # each part is rounded
     model.minimize(parts)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1

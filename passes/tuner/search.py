@@ -79,7 +79,6 @@ def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
                     lost.append(closer)
                 elif closer.done:
                     known = sorted([*known, closer], key=lambda each: each.bound_seconds)
-                    trials.below = known[0].bound_seconds
                 else:
                     push(closer)
     if not known:

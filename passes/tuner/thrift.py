@@ -26,13 +26,12 @@ class Thrift:
     walks: Walks
     _seen: set[tuple[Staged, int, bool]] = field(default_factory=set)
 
-    def closer(self, trial: Trial, below: float) -> Iterator[Trial]:
-        """What becomes of a trial that is too large and may be `below` as many seconds; at first also itself, as one
-        that does not fit."""
+    def closer(self, trial: Trial) -> Iterator[Trial]:
+        """What becomes of a trial that is too large; at first also itself, as one that does not fit."""
         assert trial.too_large is not None
         unseen = trial.too_large.unseen
         if trial.too_large.recomputed:
-            found = self._recomputed(trial, unseen, below)
+            found = self._recomputed(trial, unseen)
         else:
             yield replace(trial, too_large=None)
             found = self._others(trial, unseen)
@@ -85,10 +84,10 @@ class Thrift:
             yield staged
             fits = most(peaks(staged)[1]) <= limit
 
-    def _recomputed(self, trial: Trial, unseen: int, below: float) -> Iterator[Staged]:
+    def _recomputed(self, trial: Trial, unseen: int) -> Iterator[Staged]:
         """With blocks recomputed."""
         limit, peaks = self._limit(unseen), self.walks.peaks(trial)
-        return recomputed_stages(self.case, trial.candidate, trial.placed, peaks, limit, below)
+        return recomputed_stages(self.case, trial.candidate, trial.placed, peaks, limit)
 
     def _known(self, trial: Trial, staged: Staged, unseen: int) -> Iterator[Trial]:
         """The trial on stages that fit, or of which blocks are to be recomputed."""

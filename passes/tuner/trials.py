@@ -37,10 +37,10 @@ _SLOWED = 1.02
 
 
 class Trials:
-    """Looks at candidates; only steps `below` as many seconds are still wanted."""
+    """Looks at candidates."""
 
     def __init__(self, case: Case, request: Request) -> None:
-        self.case, self.request, self.below = case, request, inf
+        self.case, self.request = case, request
         self.walks = Walks(case)
         self.thrift = Thrift(case, request, self.walks)
         self._placements, self._ahead = Placements(case, request), Ahead(case, request, self.walks)
@@ -48,7 +48,7 @@ class Trials:
     def closer(self, trial: Trial) -> Iterator[Trial]:
         """The trial, known one step further; several where memory decides, none where nothing fits."""
         if trial.too_large is not None:
-            yield from self.thrift.closer(trial, self.below)
+            yield from self.thrift.closer(trial)
         elif trial.staged is None:
             yield from self._placements.of(trial)
         elif not trial.is_ordered:
