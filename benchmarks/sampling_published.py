@@ -186,8 +186,8 @@ def sana_decoding(side: int) -> float:
             decoder_qkv_multiscales=((), (), (), (5,), (5,), (5,)), upsample_block_type="interpolate",
         ).decoder.bfloat16()  # fmt: skip
         latents = torch.empty(1, 32, side // 32, side // 32).bfloat16()
-    tracing = Tracing(image_rows, "one", cache_folder(True), lambda name, artefact: None)
-    case = SampleCase(tracing.traced(decoder, (), {"hidden_states": latents}, 0), 1, DEVICE)
+    tracing = Tracing(image_rows, "auto", cache_folder(True), lambda name, artefact: None)
+    case = SampleCase(tracing.traced(decoder, (), {"hidden_states": latents}), 1, DEVICE)
     alone = chosen(case, Request(1, 1, None, None, 1, EXACT))
     return estimate(case, alone, Cluster.parse(NVLINK), 1).seconds
 
@@ -197,8 +197,8 @@ def traced(
 ) -> SampleCase:
     """A call; one with the prompt and without where no inputs are given."""
     given = given or {name: value for name, value in example_inputs(model, 2).items() if name != "target"}
-    tracing = Tracing(row_inputs, "one", cache_folder(True), lambda name, artefact: None)
-    return SampleCase(tracing.traced(model, (), dict(given), 0), samples, by)
+    tracing = Tracing(row_inputs, "auto", cache_folder(True), lambda name, artefact: None)
+    return SampleCase(tracing.traced(model, (), dict(given)), samples, by)
 
 
 def sdxl(side: int) -> nn.Module:

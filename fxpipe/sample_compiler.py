@@ -67,7 +67,7 @@ def compile_sampler(
     attention: Attention = "auto",
     sample: Mapping[str, int] | None = None,
     vae: bool = True,
-    sizes: Sizes = "one",
+    sizes: Sizes = "auto",
     cache: bool | str | Path = True,
     cluster: Cluster | str | None = None,
     cost_model: CostModel | str | None = None,
@@ -117,8 +117,9 @@ def compile_sampler(
             and values around (Liu et al., 2023); "auto" takes what is predicted to be the fastest, layer by layer. One
             that cannot be so gathers, and a note of the plan says why.
         sample: for modules that are no diffusers backbones, {input: its row dimension}.
-        sizes: "one": every image size is traced when it comes. "any": one trace serves the sizes at which forward is
-            the same (a longer one, once); others have traces of their own, and a note says why there is none for all.
+        sizes: when sizes of images, and lengths of texts, are traced as free ones, in a longer trace that serves all at
+            which forward is the same: "auto", at the second; "any", at the first. Others have traces of their own, and
+            a note says why there is none for all.
         cache: where captures are kept for other processes, as for `compile`: a folder, True for the user's cache folder
             (or that of FXPIPE_CACHE), False for none.
         vae: whether the decoder of the pipeline's VAE is spread, too; one that cannot be runs whole on every rank.

@@ -113,9 +113,9 @@ def row_programs(
     """
     rows_of = row_inputs if sample is None else lambda module, call: sample
     asked = Request(1, 1, None, None, 1, replace(How("exact", 1, "corrected", True), **how))
-    tracing = Tracing(rows_of, "one", cache_folder(True), _unobserved)
+    tracing = Tracing(rows_of, "auto", cache_folder(True), _unobserved)
     lowering = SampleLowering(asked, tracing, torch.device("cpu"), given_cost_model("A100-80GB"), _unobserved)
-    traced = tracing.traced(model, (), dict(example), 0)
+    traced = tracing.traced(model, (), dict(example))
     count = traced.num_samples((), example)
     assert count is not None
     whole = RowPrograms(model, lowering, traced, count)

@@ -327,7 +327,7 @@ class Checkpointed(torch.nn.Module):
         return x.tanh() * 2 if torch.is_grad_enabled() else x.tanh()
 
 
-@pytest.mark.parametrize("sizes", ["one", "any"])
+@pytest.mark.parametrize("sizes", ["auto", "any"])
 def test_what_forward_does_without_gradients_is_sampled(sizes: Any) -> None:
     x = torch.randn(2, 3, 12, 5, dtype=torch.float64)
     given: Any = {"example": {"x": x}, "sample": {"x": 2}, "sizes": sizes, "cache": False}

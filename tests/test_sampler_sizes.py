@@ -92,7 +92,7 @@ def test_one_trace_serves_other_sizes(traces: list[object]) -> None:
         sampler.predict(**picture(13, 8))  # by a trace of its own: no half result of the one with free sizes
 
 
-@pytest.mark.parametrize("sizes", ["one", "any"])
+@pytest.mark.parametrize("sizes", ["auto", "any"])
 def test_a_second_start_traces_nothing(sizes: str, tmp_path: Path, traces: list[object]) -> None:
     def started(first: int = 8, **changes: object) -> tuple[nn.Module, fxpipe.Sampler]:
         torch.manual_seed(0)
@@ -169,7 +169,7 @@ class Deciding(nn.Module):
         return self.conv(x) * self.decide(x)
 
 
-@pytest.mark.parametrize("sizes", ["one", "any"])
+@pytest.mark.parametrize("sizes", ["auto", "any"])
 @pytest.mark.parametrize("decides_by", DECISIONS)
 def test_numbers_of_samples_by_which_forward_decides_have_graphs_of_their_own(decides_by: str, sizes: Any) -> None:
     model = Deciding(DECISIONS[decides_by])
@@ -183,13 +183,46 @@ def test_numbers_of_samples_by_which_forward_decides_have_graphs_of_their_own(de
 
 
 def test_a_size_at_which_the_trace_does_not_hold_is_traced_apart(traces: list[object]) -> None:
-    given = small("DiTTransformer2DModel")  # takes the root of its tokens for its height: a number
-    first, other = (of_size(dict(given.example), size, size) for size in (12, 20))
-    sampler = fxpipe.compile_sampler(given.model, 2, example=first, patches=2, sizes="any")
+    torch.manual_seed(0)
+    model = Forward(branch).double()
+    options = {"sample": {"picture": 2}, "patches": 2, "sizes": "any", "cache": False}
+    sampler = fxpipe.compile_sampler(model, 2, example=picture(8, 6), **options)  # type: ignore[arg-type]
     del traces[:]
-    require_equal(sampler, given.model, other)
+    require_equal(sampler, model, picture(14, 8))
     assert traces
-    assert any("traced apart" in note for note in sampler.denoiser.step((), other).plan.notes)
+    assert any("traced apart" in note for note in sampler.denoiser.step((), picture(14, 8)).plan.notes)
+    del traces[:]
+    require_equal(sampler, model, picture(16, 8))  # another of those: their trace is freed
+    require_equal(sampler, model, picture(18, 6))
+    assert len(traces) == 1
+
+
+def test_sizes_are_free_from_the_second_on(traces: list[object]) -> None:
+    torch.manual_seed(0)
+    model = Levels().double()
+    options = {"sample": {"picture": 2}, "patches": 2, "cache": False}
+    sampler = fxpipe.compile_sampler(model, 2, example=picture(12, 8), **options)  # type: ignore[arg-type]
+    counts = []
+    for height, width in ((12, 8), (16, 16), (20, 10), (12, 8), (8, 24)):
+        del traces[:]
+        require_equal(sampler, model, picture(height, width))
+        counts.append(len(traces))
+    assert counts == [0, 1, 0, 0, 0]
+
+
+def test_texts_of_other_lengths_need_no_trace(traces: list[object]) -> None:
+    """Where the size of the image is a number: it is written in an argument."""
+    given = small("QwenImageTransformer2DModel")
+    sampler = fxpipe.compile_sampler(given.model, 2, example=given.example, patches=2, cache=False)
+    counts = []
+    for more in (0, 2, 5, 1):
+        text, mask = (given.example[f"encoder_hidden_states{name}"] for name in ("", "_mask"))
+        longer = {"encoder_hidden_states": torch.cat([text, text[:, :more]], 1)}
+        call = {**given.example, **longer, "encoder_hidden_states_mask": torch.cat([mask, mask[:, :more]], 1)}
+        del traces[:]
+        require_equal(sampler, given.model, call)
+        counts.append(len(traces))
+    assert counts == [0, 1, 0, 0]
 
 
 class Forward(nn.Module):
@@ -286,6 +319,7 @@ def test_modules_that_were_replaced_are_not_kept_by_a_forward_of_their_own(own: 
 def test_traces_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all that torch knows of their sizes, which it would keep for ever."""
     monkeypatch.setattr(spread, "_MOST_KINDS", 1)
+    monkeypatch.setattr(spread, "_MOST_UNFREE", 0)
     torch.manual_seed(0)
     model = Levels().double()
     options = {"sample": {"picture": 2}, "patches": 2, "cache": False}
@@ -379,6 +413,6 @@ def test_nothing_of_a_size_is_kept_for_another(way: Callable[[Tensor, Forward], 
     model = Forward(way).double()
     options = {"sample": {"picture": 2}, "patches": 2, "sizes": "any", "cache": False}
     sampler = fxpipe.compile_sampler(model, 2, example=picture(8, 6), **options)  # type: ignore[arg-type]
-    assert (way in FREE) == ("image sizes are traced" not in str(sampler)), str(sampler)
+    assert (way in FREE) == ("sizes are traced" not in str(sampler)), str(sampler)
     for height, width in ((8, 6), (12, 8), (14, 8), (18, 18), (12, 6)):
         require_equal(sampler, model, picture(height, width))

@@ -7,7 +7,7 @@ is taken as it was (`free_sizes.py`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import zip_longest
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.capture import Capture, captured_from, private
+from fxpipe.capture.autocasts import written_out
 from fxpipe.capture.export import ResultOf, export_any_size
 from fxpipe.capture.free_sizes import FreeSizes, Numbers
 from fxpipe.capture.inputs import InputSpec
@@ -24,7 +25,6 @@ from fxpipe.capture.known import Given
 from fxpipe.capture.same import computation, same_constants
 from fxpipe.capture.sizes import expression
 from fxpipe.capture.surroundings import Surroundings
-from fxpipe.capture.trees import flatten
 from fxpipe.errors import CaptureError, CompileError
 
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
@@ -32,10 +32,15 @@ _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymB
 
 @dataclass(frozen=True, eq=False)
 class AnySize:
-    """`captured` with symbols for the sizes that `free` says."""
+    """`captured` with symbols for the sizes that `free` says; `fixed`: why others that were wanted are numbers.
+
+    `of_all`: what is found of its graphs that holds at every size, as they are one program; it grows.
+    """
 
     captured: Capture
     free: FreeSizes
+    fixed: str | None = None
+    of_all: dict[str, Any] = field(default_factory=dict)
 
     def at(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
         """The capture for calls of this one's sizes; of its tensors only shapes and types are used.
@@ -43,20 +48,17 @@ class AnySize:
         Raises:
             CompileError: the trace does not hold for it; says why.
         """
-        inputs = self.captured.inputs
-        named, tree = flatten(inputs.signature, args, kwargs, inputs.tree)
-        if tree != inputs.tree:
-            raise CompileError("it is another kind of call")
-        shapes = {n: tuple(one.shape) for n, one in named.items() if isinstance(one, torch.Tensor)}
-        if shapes.keys() != set(inputs.tensor_names):
-            raise CompileError("its tensors are other ones")
-        here = inputs.of_shapes(shapes)
+        here = self.captured.inputs.of_other_sizes(args, kwargs)
         if here.batch_size < self.captured.fewest:
             raise CompileError(f"forward has another form with {here.batch_size} samples")
         tensors, _ = here.bind(args, kwargs, shapes_alone=True)
         if not all(guard.holds(tensors) for guard in self.captured.guards):
             raise CompileError("forward reads other numbers of its inputs")
-        return self._put(here, self.free.numbers({leaf.name: leaf.shape for leaf in here.leaves if leaf.is_tensor}))
+        try:
+            numbers = self.free.numbers({leaf.name: leaf.shape for leaf in here.leaves if leaf.is_tensor})
+        except CompileError as error:
+            raise CompileError(f"{error}{f' ({self.fixed})' if self.fixed else ''}") from None
+        return self._put(here, numbers)
 
     def _put(self, inputs: InputSpec, numbers: Numbers) -> Capture:
         sizes = {one: number for one, number in numbers.items() if one not in self.captured.batch}
@@ -94,7 +96,7 @@ def capture_any_size(
     Args:
         captured: of the same call, its sizes numbers.
         examples: its tensors in order.
-        wanted: inputs with a dimension that must be free.
+        wanted: inputs with a dimension that should be free.
 
     Raises:
         CaptureError: forward allows no free sizes, or is another one where they are; says why.
@@ -109,13 +111,18 @@ def capture_any_size(
     of_user = torch.export.graph_signature.InputKind.USER_INPUT
     values = [n.meta["val"] for n, spec in zip(placeholders, kinds, strict=True) if spec.kind is of_user]
     private.sizes.still_guarded(values)
-    free = captured_from(model, exported)
+    traced = captured_from(model, exported)
+    traced = replace(traced, graph=written_out(traced.graph))
     inputs = dict(zip(captured.inputs.tensor_names, values, strict=True))
-    found = AnySize(free, FreeSizes.of(inputs, free.batch))
+    free = FreeSizes.of(inputs, traced.batch)
+    fixed: str | None = None
     for name, dim in wanted.items():
-        if not found.free.shapes[name][dim].free_symbols:
+        if not free.shapes[name][dim].free_symbols:
             place = private.sizes.place_of_number(inputs[name], dim)
-            raise CaptureError(f"forward makes dimension {dim} of its input {name} a number, {place}")
+            fixed = f"forward makes dimension {dim} of its input {name} a number, {place}"
+    if fixed is not None and free.bounds.keys() <= {*free.batch}:
+        raise CaptureError(fixed)
+    found = AnySize(traced, free, fixed)
     found.require_equal(captured)
     return found
 

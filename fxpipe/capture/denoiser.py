@@ -16,6 +16,7 @@ from fxpipe.capture import Capture, capture, private
 from fxpipe.capture.any_size import AnySize, capture_any_size
 from fxpipe.capture.autocasts import written_out
 from fxpipe.capture.cache import cached
+from fxpipe.capture.export import ResultOf
 from fxpipe.capture.expressions import Unwritable
 from fxpipe.capture.free_sizes import FreeSizes
 from fxpipe.capture.inputs import InputSpec
@@ -45,6 +46,7 @@ def cached_call(
     folder: Path | None,
     surroundings: Surroundings | None = None,
     given: Given | None = None,
+    known: CapturedCall | None = None,
 ) -> CapturedCall:
     """The call of `model` as it is now (in eval, no parameter requiring a gradient), from the folder if it is there.
 
@@ -52,7 +54,8 @@ def cached_call(
         examples: the tensor leaves in the order of `inputs`; only shapes and types are used.
         surroundings: the autocast that the call is inside of, if any.
         given: what forward may read of its inputs, if it must.
-        free: where it is traced again with free sizes, inputs with a dimension that must be; None where it is not.
+        free: where it is traced again with free sizes, inputs with a dimension that should be; None where it is not.
+        known: the same call, traced at its own sizes, if it has been.
 
     Raises:
         CaptureError: the model cannot be captured as one graph.
@@ -65,30 +68,27 @@ def cached_call(
         return _to_data(call, model)
 
     def make() -> CapturedCall:
-        return _captured_call(model, inputs, examples, free, surroundings, given)
+        call = known or _of_its_sizes(model, inputs, examples, surroundings, given)
+        if free is None:
+            return call
+        return replace(call, any_size=_of_any_size(model, call, examples, free, surroundings, given))
 
     around = () if surroundings is None else surroundings.digest
     purpose = ("call", "one size" if free is None else f"any size of {sorted(free.items())}", *around)
     return cached(model, inputs, examples, folder, purpose, make, load, write)
 
 
-def _captured_call(
+def _of_its_sizes(
     model: nn.Module,
     inputs: InputSpec,
     examples: Sequence[torch.Tensor],
-    free: Mapping[str, int] | None,
     surroundings: Surroundings | None,
     given: Given | None,
 ) -> CapturedCall:
     found: list[Returned] = []
-
-    def result_of(output: Any) -> torch.Tensor:
-        found[:] = [Returned.of(output)]
-        return found[0].tensor(output)
-
+    result_of = _noting(found)
     try:
         captured = capture(model, inputs, examples, result_of, surroundings)
-        given = None
     except ValuesError:
         if given is None:
             raise
@@ -98,23 +98,44 @@ def _captured_call(
             f"forward reads {next(iter(captured.read))} as a number, which may be another at the next call; keep it a "
             "tensor, or a number of the model's"
         )
-    returned, plain = found[0], replace(captured, graph=written_out(captured.graph))
-    if free is None:
-        return CapturedCall(plain, returned, None)
+    return CapturedCall(replace(captured, graph=written_out(captured.graph)), found[0], None)
+
+
+def _of_any_size(
+    model: nn.Module,
+    known: CapturedCall,
+    examples: Sequence[torch.Tensor],
+    wanted: Mapping[str, int],
+    surroundings: Surroundings | None,
+    given: Given | None,
+) -> AnySize | str:
+    """Or why there is none."""
+    found: list[Returned] = []
+    needed = given if known.captured.guards else None
     try:
-        any_size = capture_any_size(model, captured, examples, result_of, free, surroundings, given)
-        if any(private.sizes.is_traced_number(leaf) for leaf in found[0].leaves):
-            raise CaptureError("forward returns a size beside its prediction")
-        any_size = replace(any_size, captured=replace(any_size.captured, graph=written_out(any_size.captured.graph)))
+        made = capture_any_size(model, known.captured, examples, _noting(found), wanted, surroundings, needed)
     except CaptureError as error:
-        return CapturedCall(plain, returned, str(error))
-    return CapturedCall(plain, returned, any_size)
+        return str(error)
+    if any(map(private.sizes.is_traced_number, found[0].leaves)):
+        return "forward returns a size beside its prediction"
+    return made
+
+
+def _noting(found: list[Returned]) -> ResultOf:
+    """Leaves in `found` what forward returned last."""
+
+    def result_of(output: Any) -> torch.Tensor:
+        found[:] = [Returned.of(output)]
+        return found[0].tensor(output)
+
+    return result_of
 
 
 def _to_data(call: CapturedCall, model: nn.Module) -> dict[str, Any]:
     data = {"captured": to_data(call.captured, model), "returned": _returned_data(call.returned)}
     if isinstance(call.any_size, AnySize):
-        free = {"captured": to_data(call.any_size.captured, model), "free": call.any_size.free.to_data()}
+        made = call.any_size
+        free = {"captured": to_data(made.captured, model), "free": made.free.to_data(), "fixed": made.fixed}
         return {**data, "any size": free}
     return {**data, "any size": call.any_size}
 
@@ -122,7 +143,8 @@ def _to_data(call: CapturedCall, model: nn.Module) -> dict[str, Any]:
 def _from_data(data: Mapping[str, Any], inputs: InputSpec, model: nn.Module) -> CapturedCall:
     any_size = data["any size"]
     if isinstance(any_size, dict):
-        any_size = AnySize(from_data(any_size["captured"], inputs, model), FreeSizes.from_data(any_size["free"]))
+        captured, free = from_data(any_size["captured"], inputs, model), FreeSizes.from_data(any_size["free"])
+        any_size = AnySize(captured, free, any_size["fixed"])
     elif not isinstance(any_size, str | None):
         raise ValueError(any_size)
     return CapturedCall(from_data(data["captured"], inputs, model), _returned(data["returned"]), any_size)

@@ -114,6 +114,18 @@ class InputSpec:
 
         return replace(self, leaves=tuple(map(sized, self.leaves)), batch_size=size)
 
+    def of_other_sizes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "InputSpec":
+        """For a call that differs in its tensors' sizes alone; CompileError for another."""
+        named, tree = flatten(self.signature, args, kwargs, self.tree)
+        if tree != self.tree:
+            raise CompileError("it is another kind of call")
+        shapes = {name: tuple(one.shape) for name, one in named.items() if isinstance(one, torch.Tensor)}
+        if shapes.keys() != set(self.tensor_names):
+            raise CompileError("its tensors are other ones")
+        here = self.of_shapes(shapes)
+        here.bind(args, kwargs, shapes_alone=True)
+        return here
+
     def flat(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A call's tensors as they are in the flat list."""
         leaves = [leaf for leaf in self.leaves if leaf.is_tensor]

@@ -2,6 +2,8 @@
 
 slice(x, 0, 0, 9223372036854775807), alias(x)     ->   x
 slice(x, 1, None, 64)  of 16 entries              ->   x
+slice_scatter(x, y, 0, 0, 64)                     ->   y
+pad(x, [0, 0, 0, 0])                              ->   x
 reshape(x, [2, -1])                               ->   reshape(x, [2, 8])
 """
 
@@ -43,8 +45,8 @@ def computation(
             known[node] = concrete(value, batch_size)
             continue
         shape = tuple(concrete(value.shape, batch_size)) if isinstance(value, torch.Tensor) else None
-        if _is_whole(node, shape, batch_size):
-            known[node] = known[node.args[0]]
+        if (same := _as_it_is(node, shape, batch_size)) is not None:
+            known[node] = known[same]
             continue
         known[node] = f"%{len(calls)}"
         if node.op == "placeholder":
@@ -67,23 +69,30 @@ def same_constants(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.
     return len(some) == len(others) and all(a is b or (a.dtype == b.dtype and torch.equal(a, b)) for a, b in pairs)
 
 
-def _is_whole(node: fx.Node, shape: Any, batch_size: int) -> bool:
-    """Whether an operation gives its first argument as it is."""
+def _as_it_is(node: fx.Node, shape: Any, batch_size: int) -> fx.Node | None:
+    """The argument that an operation gives as it is: rows of all, a padding of none, all rows written."""
     if node.target in _AS_IT_IS:
-        return True
-    if node.target is not aten.slice.Tensor:
-        return False
+        return node.args[0]  # type: ignore[return-value]
+    if node.target is aten.pad.default:
+        return None if any(_number(one, batch_size) for one in node.args[1]) else node.args[0]  # type: ignore
+    if node.target not in (aten.slice.Tensor, aten.slice_scatter.default):
+        return None
     given = private.arguments(node)
-    same = shape == tuple(concrete(node.args[0].meta["val"].shape, batch_size))  # type: ignore[union-attr]
-    return bool(same and given.get("step", 1) == 1)
+    one: Any = node.args[0] if node.target is aten.slice.Tensor else node.args[1]
+    value = one.meta["val"]
+    same = shape == tuple(concrete(value.shape, batch_size)) and value.dtype == node.meta["val"].dtype
+    return one if same and given.get("step", 1) == 1 else None
+
+
+def _number(value: Any, batch_size: int) -> Any:
+    return concrete(value.meta["val"] if isinstance(value, fx.Node) else value, batch_size)
 
 
 def _slice(node: fx.Node, args: Any, batch_size: int) -> Any:
     """Source, dimension, first entry, number of entries, step."""
     named = private.arguments(node)
     dim, step = named.get("dim", 0), named.get("step", 1)
-    start = named.get("start") or 0
-    start = concrete(start.meta["val"] if isinstance(start, fx.Node) else start, batch_size)
+    start = _number(named.get("start") or 0, batch_size)
     size = int(concrete(node.args[0].meta["val"].shape[dim], batch_size))  # type: ignore[union-attr]
     count = int(concrete(node.meta["val"].shape[dim], batch_size))
     return args[0], dim, min(max(start + size if start < 0 else start, 0), size), count, step

@@ -1,6 +1,7 @@
 """Sizes that a trace leaves free are no integers; code that looks at what they are would take another way, unseen.
 
 isinstance(height, int)     True, as without a trace
+int(a.shape[1] ** 0.5)      a size as well, where all are free
 tables[f"{height}"]         its text is that of one number: the size is this number from here on
 len(images)                 free as well, though Python has every length an integer
 np.sqrt(a.numel() / batch)  as by math.sqrt: numpy asks a size for a method of that name
@@ -37,7 +38,7 @@ _NOT_USERS = {*sys.stdlib_module_names, *_OF_NUMBERS, "fxpipe", "passes", "cost_
 def sizes_read_plainly() -> Iterator[None]:
     """Inside, modules of models and of their libraries see free sizes as integers, and their text as a number's."""
     with ExitStack() as stack:
-        stack.enter_context(_in_users_modules({"isinstance": _isinstance}))
+        stack.enter_context(_in_users_modules({"isinstance": _isinstance, "int": _Int, "float": _Float}))
         for kind, read in ((torch.SymInt, operator.index), (torch.SymFloat, float)):
             stack.enter_context(private.replaced(kind, "__repr__", _text(vars(kind)["__repr__"], read)))
             stack.enter_context(private.added(kind, {"__format__": _text(object.__format__, read)}))
@@ -157,6 +158,41 @@ def _of_entries(name: str, *args: Any, **kwargs: Any) -> Any:
 def _isinstance(value: Any, kinds: Any) -> bool:
     kind = type(value)
     return builtins.isinstance(value, kinds) or (kind in _LIKE and builtins.isinstance(_LIKE[kind], kinds))
+
+
+class _StandIn(type):
+    """Of a type of numbers' stand-in, to which free sizes belong, and which leaves them free."""
+
+    @property
+    def number(cls) -> type:
+        return cls.__mro__[1]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        is_free = len(args) == 1 and not kwargs and type(args[0]) in (torch.SymInt, torch.SymFloat)
+        return _FREE[cls.number](args[0]) if is_free else cls.number(*args, **kwargs)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return _isinstance(value, cls.number)
+
+    def __subclasscheck__(cls, kind: Any) -> bool:
+        return issubclass(kind, cls.number)
+
+    def __eq__(cls, kind: Any) -> bool:
+        return kind is cls or kind is cls.number
+
+    def __hash__(cls) -> int:
+        return hash(cls.number)
+
+
+class _Int(int, metaclass=_StandIn):
+    pass
+
+
+class _Float(float, metaclass=_StandIn):
+    pass
+
+
+_FREE: dict[type, Callable[[Any], Any]] = {int: torch.sym_int, float: torch.sym_float}
 
 
 def _as_number(function: Callable[..., float]) -> Callable[..., float]:

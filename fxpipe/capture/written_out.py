@@ -3,6 +3,7 @@ are, written with others.
 
     take_along_dim(x, i, 1)        ->   gather(x, 1, i)
     tensor([[0, 1]] * batch)       ->   tensor([0, 1]).repeat(batch, 1)
+    tensor(height)                 ->   scalar_tensor(height)
     linspace(0, 1, batch + 1)      ->   where(i < half, i * step, 1 - (batch - i) * step), of i = arange(batch + 1)
     kron(a, b)                     ->   (a[:, None, :, None] * b[None, :, None]).reshape(...)
     pad_sequence([a, b])           ->   stack([a, pad(b, ...)], 1)
@@ -48,23 +49,23 @@ def _pad_sequence(
     padding_value: float = 0.0,
     padding_side: str = "right",
 ) -> torch.Tensor:
-    """Sequences of known lengths, each padded to the longest."""
-    lengths = [one.shape[0] for one in sequences]
-    if not all(isinstance(length, int) for length in lengths):
-        return func(sequences, batch_first, padding_value, padding_side)  # type: ignore[no-any-return]
+    """Each padded to the longest."""
+    longest = functools.reduce(torch.sym_max, [one.shape[0] for one in sequences])
+    missing = [longest - one.shape[0] for one in sequences]
     padded = [
-        F.pad(one, _missing(one, max(lengths), padding_side), value=padding_value) if length < max(lengths) else one
-        for one, length in zip(sequences, lengths, strict=True)
+        F.pad(one, _ends(one, number, padding_side), value=padding_value) if is_symbolic(number) or number else one
+        for one, number in zip(sequences, missing, strict=True)
     ]
     return torch.stack(padded, 0 if batch_first else 1)
 
 
-def _missing(one: torch.Tensor, length: int, side: str) -> list[int]:
-    ends = [0, length - one.shape[0]] if side == "right" else [length - one.shape[0], 0]
-    return [0] * (2 * one.ndim - 2) + ends
+def _ends(one: torch.Tensor, number: int, side: str) -> list[int]:
+    return [0] * (2 * one.ndim - 2) + ([0, number] if side == "right" else [number, 0])
 
 
 def _tensor(func: Any, data: Any, **options: Any) -> torch.Tensor:
+    if is_symbolic(data):
+        return torch.scalar_tensor(data, **{"dtype": torch.int64, **options})
     if type(data) is not Repeated:
         return func(data, **options)  # type: ignore[no-any-return]
     row = func(data.row, **options)

@@ -35,9 +35,12 @@ Kind = tuple[Traced, int]
 """Calls of one graph, with so many samples."""
 
 _MOST_KINDS = 32
-"""As many graphs as are kept, of other sizes and scales, beside the example's and those of free sizes."""
+"""As many graphs as are kept, of other sizes and scales, beside the example's; and as many with free sizes."""
 _MANY_NUMBERS = 2
 """As many other values of one number as are traced without a word."""
+_MOST_UNFREE = 3
+"""As many traces with free sizes of one module as fail, or do not hold for the call that they are made for, before
+every other size is traced for itself at once."""
 _MOST_FAILED = 2
 """As many traces in a row that fail as are made before a module runs whole for good: what it keeps of one call is
 another setting for the next."""
@@ -56,6 +59,7 @@ class _Known:
     traced: list[Traced] = field(default_factory=list)
     whole: str | None = None
     all_whole: bool = False
+    unfree: int = 0
 
 
 class Spread:
@@ -153,7 +157,9 @@ class Spread:
         if traced is not self._known.traced[0] and traced is not self._known.traced[-1]:
             self._known.traced.remove(traced)
             self._known.traced.append(traced)
-        old = [one for one in self._known.traced[1:] if not isinstance(one.any_size, AnySize)][:-_MOST_KINDS]
+        others = self._known.traced[1:]
+        free = [one for one in others if isinstance(one.any_size, AnySize)]
+        old = [*free[:-_MOST_KINDS], *[one for one in others if one not in free][:-_MOST_KINDS]]
         if old and not any(map(is_released, self.module.parameters())):
             self._known.traced = [one for one in self._known.traced if one not in old]
             self._forget(old)
@@ -165,16 +171,23 @@ class Spread:
         self._whole_kinds = {kind for kind in self._whole_kinds if kind[0] not in graphs}
 
     def _resized(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Surroundings | None) -> Traced:
-        """A call's graph by one with free sizes, if one holds for it, else by a trace."""
-        apart: str | None = None
+        """A call's graph by one with free sizes, if one holds for it, else by a trace. Sizes are free from the first
+        call on, or from the second that differs from another in sizes alone."""
+        tracing, apart = self.lowering.tracing, list[str]()
         for traced in self._known.traced:
+            is_new = self._known.unfree < _MOST_UNFREE and traced.is_but_for_sizes(args, kwargs)
+            if is_new:
+                tracing.free(self.module, traced, args, kwargs, around)
             if isinstance(traced.any_size, AnySize):
                 try:
-                    return self.lowering.tracing.resized(traced, args, kwargs)
+                    found = tracing.resized(traced, args, kwargs)
+                    self._used_last(traced)
+                    return found
                 except CompileError as error:
-                    apart = str(error)
-        tried = sum(traced.any_size is not None for traced in self._known.traced)
-        return replace(self.lowering.tracing.traced(self.module, args, kwargs, tried, around), apart=apart)
+                    apart.append(str(error))
+            self._known.unfree += is_new
+        first = tracing.sizes == "any" and not self._known.traced
+        return replace(tracing.traced(self.module, args, kwargs, first, around), apart=apart[-1] if apart else None)
 
     def _step_or_none(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep | None:
         """None where the module runs whole: as soon as one of its calls is no graph, for calls may follow from each

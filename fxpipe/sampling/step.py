@@ -21,14 +21,14 @@ from fxpipe.plan.transport import Channel
 from passes.rows.sized import Sized, at_batch_size, require_shapes
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Traced:
     """A module's call as one graph, for any number of samples; `rows` are the inputs that have rows, and where.
 
-    `any_size` is the graph with free sizes, or why there is none; None where none was asked for. `apart` says why the
-    call's sizes have a trace of their own where there were such graphs. `of_all_sizes`: what planning has found that
-    holds at every size of one trace with free sizes, as it is one program; it grows. `sized`: the graph for the
-    call's own number of samples, where it is known.
+    `any_size` is the graph with free sizes, or why there is none; None as long as none was asked for. `apart` says why
+    the call's sizes have a trace of their own where there were such graphs. `of_all_sizes`: what planning has found
+    that holds at every size of one trace; it grows. `sized`: the graph for the call's own number of samples, where it
+    is known.
     """
 
     captured: Capture
@@ -42,8 +42,8 @@ class Traced:
     @property
     def notes(self) -> tuple[str, ...]:
         """What had to be given up."""
-        one_by_one = self.any_size if isinstance(self.any_size, str) else None
-        why = {"image sizes are traced one by one": one_by_one, "this image size was traced apart": self.apart}
+        one_by_one = self.any_size.fixed if isinstance(self.any_size, AnySize) else self.any_size
+        why = {"sizes are traced one by one": one_by_one, "this size was traced apart": self.apart}
         return (*self.captured.notes, *(f"{what}: {reason}" for what, reason in why.items() if reason))
 
     def num_samples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
@@ -58,6 +58,19 @@ class Traced:
         if not size:
             raise CompileError("the call has no samples; give at least one")
         return size if self.holds(size) else None
+
+    def is_but_for_sizes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a trace with free sizes may do for a call for which this one, which has none, does not."""
+        if self.any_size is not None or self.sized is not None or self.captured.guards:
+            return False
+        try:
+            other = self.captured.inputs.of_other_sizes(args, kwargs)
+        except CompileError:
+            return False
+        leaves = zip(self.captured.inputs.leaves, other.leaves, strict=True)
+        pairs = [pair for one, two in leaves for pair in list(zip(one.shape, two.shape, strict=True))[one.batched :]]
+        others = [pair for pair in pairs if pair[0] != pair[1]]
+        return bool(others) and all(min(pair) > 1 for pair in others)  # a size of one is another trace
 
     def holds(self, size: int) -> bool:
         """Whether forward does the same with so many samples."""

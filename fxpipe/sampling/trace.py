@@ -14,7 +14,7 @@ from torch import nn
 from fxpipe.analysis import Observe
 from fxpipe.capture import private
 from fxpipe.capture.any_size import AnySize
-from fxpipe.capture.denoiser import cached_call
+from fxpipe.capture.denoiser import CapturedCall, cached_call
 from fxpipe.capture.export import of_one_batch
 from fxpipe.capture.inputs import InputSpec, describe
 from fxpipe.capture.known import Given
@@ -32,15 +32,13 @@ RowsOf = Callable[[nn.Module, Mapping[str, torch.Tensor]], Mapping[str, int]]
 """Which inputs of a module's call have rows, and in which dimension."""
 
 
-Sizes = Literal["one", "any"]
-
-_MOST_FREE = 4
-"""Traces with free sizes of one model: its other ways at other sizes; one with more is traced at every size."""
+Sizes = Literal["auto", "any"]
 
 
 @dataclass(frozen=True)
 class Tracing:
-    """How calls become graphs: where their rows are, whether their sizes are free, the folder that keeps captures."""
+    """How calls become graphs: where their rows are, whether their sizes are free from the first call on, the folder
+    that keeps captures."""
 
     rows_of: RowsOf
     sizes: Sizes
@@ -52,11 +50,11 @@ class Tracing:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        num_free: int,
+        free: bool = False,
         around: Surroundings | None = None,
     ) -> Traced:
-        """The call as one flat graph, inside of an autocast `around` it; the module stays as it is. `num_free`: traces
-        there are whose sizes are free.
+        """The call as one flat graph, inside of an autocast `around` it; the module stays as it is. Where `free`, also
+        with free sizes.
 
         A single sample is traced as two, or more where that is the length of another input, since a graph of one holds
         for one alone; as it is where that fails, or is something else. Where there is no graph for any number of
@@ -67,7 +65,7 @@ class Tracing:
             CaptureError: the module cannot be captured as one graph.
             CompileError: where its rows are is not known.
         """
-        found = self._found(module, args, kwargs, self.sizes == "any" and num_free < _MOST_FREE, around)
+        found = self._found(module, args, kwargs, free, around)
         if not isinstance(found.any_size, AnySize):
             return found
         try:
@@ -108,13 +106,29 @@ class Tracing:
                     return other
         return found
 
+    def free(
+        self,
+        module: nn.Module,
+        traced: Traced,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        around: Surroundings | None,
+    ) -> None:
+        """Trace a graph's call again with free sizes, as another such call needs it; its tensors are on the devices."""
+        captured, known = traced.captured, CapturedCall(traced.captured, traced.returned, None)
+        tensors, _ = captured.inputs.of_other_sizes(args, kwargs).bind(args, kwargs, shapes_alone=True)
+        with torch.inference_mode(False), _sampling(module):
+            examples = [tensors[name] for name in captured.inputs.tensor_names]
+            call = cached_call(module, captured.inputs, examples, traced.rows, self.cache, around, known=known)
+        traced.any_size = call.any_size
+
     def resized(self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph with free sizes at another call's; CompileError where it does not hold for them."""
         assert isinstance(traced.any_size, AnySize)
         captured = traced.any_size.at(args, kwargs)
         require_shapes(sized := at_batch_size(captured, captured.inputs.batch_size))
         self.observe("capture", captured)
-        return Traced(captured, traced.returned, traced.rows, of_all_sizes=traced.of_all_sizes, sized=sized)
+        return Traced(captured, traced.returned, traced.rows, of_all_sizes=traced.any_size.of_all, sized=sized)
 
     def _traced(
         self,
