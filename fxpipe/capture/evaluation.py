@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from fxpipe.capture import private
 from fxpipe.capture.guards import on_host
+from fxpipe.capture.reach import reached
 
 
 @dataclass(frozen=True)
@@ -31,25 +32,37 @@ class Evaluated:
 
 def evaluated(tensor: torch.Tensor, held: Mapping[str, torch.Tensor]) -> Evaluated | None:
     """What a value of the trace that is going on holds, where that follows from numbers and from what is `held`, by the
-    names of the trace's placeholders, or by the model; None where anything else has a part in it, or it is written to.
-    """
+    names of the trace's placeholders, or by the model; None where anything else has a part in it."""
     node = private.traced_node(tensor)
     if node is None:
         return None
     found = _Evaluation(private.trace_root(), held)
     try:
         with private.outside_trace(), private.outside_fakes(), torch.no_grad():
+            for one in _with_writes(node):
+                found.of(one)
             value = found.of(node)
     except _Unknown:
         return None
-    pending, seen = list(found.values), set(found.values)
-    for one in pending:
-        if private.is_mutable(one.target) and private.packet_name(one.target) != "detach_":
-            return None
-        new = [user for user in one.users if user not in seen and private.may_alias(user.target)]
-        seen.update(new)
-        pending += new
     return Evaluated(node, value, found.values, found.read) if isinstance(value, torch.Tensor) else None
+
+
+def _with_writes(node: fx.Node) -> list[fx.Node]:
+    """The operations that a value is made of, in order, with what has been written there since; none where nothing
+    has."""
+    needed, pending, writers = set[fx.Node](), [node], list[fx.Node]()
+    while pending:
+        one = pending.pop()
+        if one not in needed:
+            needed.add(one)
+            pending += one.all_input_nodes
+            same = reached([one], lambda of: [user for user in of.users if private.may_alias(user.target)])
+            written = [user for of in same for user in of.users if private.writes(user)]
+            if written and one.op != "call_function":
+                raise _Unknown
+            pending += written
+            writers += written
+    return [one for one in node.graph.nodes if one in needed and one.op == "call_function"] if writers else []
 
 
 def evaluated_nodes(graph: fx.Graph, held: Mapping[str, torch.Tensor]) -> Mapping[fx.Node, Any]:
@@ -84,7 +97,8 @@ class _Evaluation:
         if node.op in ("placeholder", "get_attr"):
             return self._of_model(node)
         if node.target is torch.ops.aten.lift_fresh_copy.default and node.args[0] not in self.values:
-            return getattr(self._root, str(node.args[0].target)).clone()  # type: ignore[union-attr]
+            constant = self.values[node.args[0]] = getattr(self._root, str(node.args[0].target))  # type: ignore
+            return constant.clone()
         known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
         if not known or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise _Unknown

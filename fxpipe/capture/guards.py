@@ -28,10 +28,13 @@ class Guard:
     def of(node: fx.Node, values: Mapping[fx.Node, Any], inputs: Mapping[fx.Node, str], is_truth: bool) -> "Guard":
         """Of a node, from the `values` of what it is made of, in the order they were computed."""
         root, graph, env = nn.Module(), fx.Graph(), dict[fx.Node, Any]()
+        anew = any(map(private.writes, values))  # what is written to must be made at every call
         for one, value in values.items():
             if one in inputs:
                 env[one] = graph.placeholder(f"input_{len(env)}")
-            elif not any(isinstance(env.get(argument), fx.Node) for argument in one.all_input_nodes):
+            elif not (anew and one.op == "call_function" and env.keys() >= {*one.all_input_nodes}) and not any(
+                isinstance(env.get(argument), fx.Node) for argument in one.all_input_nodes
+            ):
                 env[one] = value  # a number, or a tensor that no input has a part in
             else:
                 args, kwargs = fx.map_arg((one.args, one.kwargs), lambda of: _held(root, graph, env[of]))

@@ -153,6 +153,17 @@ def _places(tensor: torch.Tensor) -> torch.Tensor | None:
     return torch.tensor(places, dtype=torch.int64, device=tensor.device).reshape(len(places), tensor.ndim)
 
 
+def _run(mask: torch.Tensor) -> slice | None:
+    """The places of a mask that is known where they follow each other, as those of an image behind its text do."""
+    value = value_of(mask) if mask.ndim == 1 else None
+    if value is None:
+        return None
+    with private.outside_trace(), private.outside_fakes():
+        places = value.nonzero().flatten().tolist()
+    follow = bool(places) and places[-1] - places[0] + 1 == len(places)
+    return slice(places[0], places[-1] + 1) if follow else None
+
+
 def _nonzero(func: Any, input: torch.Tensor, as_tuple: bool = False) -> Any:
     places = _places(input)
     if places is None:
@@ -212,6 +223,11 @@ def _taken(func: Any, tensor: torch.Tensor, index: Any, *values: Any) -> Any:
     one_for_all = bool(values) and not (isinstance(values[0], torch.Tensor) and values[0].ndim)
     if one_for_all or not any(masks):
         return func(tensor, index, *values)
+    if sum(masks) == 1 and all(is_mask or type(one) is slice for one, is_mask in zip(parts, masks, strict=True)):
+        run = _run(parts[masks.index(True)])
+        if run is not None:
+            at = tuple(run if is_mask else one for one, is_mask in zip(parts, masks, strict=True))
+            return func(tensor, at, *values) if values else func(tensor, at).clone()
     found = list[Any]()
     for one, is_mask in zip(parts, masks, strict=True):
         places = _places(one) if is_mask else None

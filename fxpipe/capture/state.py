@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fxpipe.capture import private
+from fxpipe.capture.evaluation import evaluated
 from fxpipe.capture.holders import ABSENT, NOT_STATE, PLAIN, Holder, holders_of, is_opaque
 
 _LIBRARY = "transformers."
@@ -147,10 +148,24 @@ def _name_of(hook: Any) -> str | None:
 
 def _is_other(before: Any, after: Any, weights: set[int]) -> bool:
     """Whether a value is new, and no list of the model's own weights."""
-    if before is after or (type(after) in PLAIN and type(before) is type(after) and before == after):
+    if _is_same(before, after):
         return False
     tensors = _tensors(after)
     return not tensors or any(id(tensor) not in weights for tensor in tensors)
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    """Whether one value is another, or is made to be equal to it, as tables that are moved to where they are."""
+    if before is after or (type(after) in PLAIN and type(before) is type(after) and before == after):
+        return True
+    if type(before) is type(after) and isinstance(after, list | tuple):
+        return len(before) == len(after) and all(map(_is_same, before, after))
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or not private.is_plain(before):
+        return False
+    if (before.shape, before.dtype, before.device) != (after.shape, after.dtype, after.device):
+        return False
+    found = evaluated(after, {})
+    return found is not None and torch.equal(found.value, before.detach().cpu())
 
 
 def _tensors(value: Any, depth: int = 4) -> list[torch.Tensor]:

@@ -50,6 +50,11 @@ def is_mutable(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
+def writes(node: fx.Node) -> bool:
+    """Whether an operation changes what an operand holds."""
+    return is_mutable(node.target) and packet_name(node.target) != "detach_"
+
+
 @cache
 def may_alias(target: Any) -> bool:
     """Whether an operation's result may share memory with an argument."""
