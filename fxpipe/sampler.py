@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fxpipe.capture import Capture
+from fxpipe.capture.changed import called
 from fxpipe.capture.reach import reached
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
@@ -57,6 +58,13 @@ class SampleVerification:
         what = "exact" if self.ok else "NOT EXACT"
         where = f"{self.layout}, {str(self.dtype).removeprefix('torch.')}"
         return f"{what}: prediction {self.error:.1e} off one device's, tolerance {self.tolerance:.0e} ({where})"
+
+
+def _called(function: Callable[..., Any], step: SampleStep, args: Any, kwargs: Any) -> Any:
+    """What a call gives, which has lists and caches of its own: forward may empty those that it is given, or fill."""
+    inputs = step.traced.captured.inputs
+    tensors, _ = inputs.bind(args, kwargs)
+    return called(function, inputs.signature, *inputs.rebuild([*tensors.values()]))
 
 
 def _off(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -273,10 +281,8 @@ class Sampler:
         if not args and not kwargs:
             args, kwargs = self.example
         step = self.denoiser.step(args, kwargs)
-        inputs = step.traced.captured.inputs
-        own = inputs.rebuild([*inputs.bind(args, kwargs)[0].values()])  # forward may empty lists that it is given
         with torch.no_grad():
-            wanted = step.traced.returned.tensor(self.denoiser.module(*own[0], **own[1]))
+            wanted = step.traced.returned.tensor(_called(self.denoiser.module, step, args, kwargs))
         if wanted.is_meta:
             raise CompileError("a denoiser on the meta device has no weights, and predicts nothing to compare; load it")
         found = step.traced.returned.tensor(self._again(step, args, kwargs))
@@ -292,7 +298,7 @@ class Sampler:
         count = step.warmup + 1 if "displaced" in step.forms else 1
         with self.call():
             for _ in range(count):
-                found = self.denoiser.predict(step, args, kwargs, "verify")
+                found = _called(lambda *a, **k: self.denoiser.predict(step, a, k, "verify"), step, args, kwargs)
         return found
 
     def traffic(self, form: str = "fresh") -> Traffic:

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 import fxpipe
 from fxpipe.errors import FxpipeError
+from tests.test_sampler_caches import Cache
 from tests.tiny_pipelines import Call, noise, tiny
 
 
@@ -24,9 +25,7 @@ class Denoiser(nn.Module):
         self.conv, self.predict = nn.Conv2d(2, 2, 3, padding=1).double(), predict
         self.register_buffer("count", torch.zeros(()))
 
-    def forward(self, sample: Tensor, timestep: Tensor, kept: list[Tensor | None] | None = None) -> Any:
-        if kept is not None:
-            kept[0] = sample
+    def forward(self, sample: Tensor, timestep: Tensor, kept: Any = None) -> Any:
         return self.predict(self, sample, timestep)
 
 
@@ -48,6 +47,7 @@ def remembering(model: nn.Module, sample: Tensor, time: Tensor) -> Tensor:
 
 GIVEN: Call = {"sample": noise(2, 2, 12, 5), "timestep": noise(2)}
 ROWS = {"sample": 2}
+TWICE = Cache(1)
 
 # What is compiled, for how many ranks and with which options; and what the error says.
 MODULES: dict[str, tuple[Any, int, dict[str, Any], str]] = {
@@ -95,8 +95,8 @@ MODULES: dict[str, tuple[Any, int, dict[str, Any], str]] = {
         Denoiser(counting), 2, {},
         r"module conv: forward sets its attribute 'calls', new, to 1, and computes something else the next",
     ),
-    "a list that keeps": (
-        Denoiser(), 2, {"example": {**GIVEN, "kept": [None]}}, "changes its input kept.0 in place",
+    "an object that is there twice": (
+        Denoiser(), 2, {"example": {**GIVEN, "kept": [TWICE, TWICE]}}, "kept.1 is a Cache: an input must be",
     ),
 }  # fmt: skip
 

@@ -35,6 +35,7 @@ from torch import fx, nn
 
 from fxpipe.capture import functionalise, private
 from fxpipe.capture.attention import expand_attention_dropout
+from fxpipe.capture.changed import Changed
 from fxpipe.capture.draws import hoist_draws, passes_through
 from fxpipe.capture.export import Exported, ResultOf, export_step
 from fxpipe.capture.fingerprint import step_fingerprint
@@ -177,6 +178,11 @@ def capture(
     found: list[Found] = []
 
     def result(output: Any) -> tuple[torch.Tensor, ...]:
+        if isinstance(output, Changed) and result_of is loss_of:
+            raise CaptureError(
+                f"forward changes its input {next(iter(output.arguments))} in place; a graph has no effect but its "
+                "result: return the new value"
+            )
         found.append(outputs_of(output) if result_of is loss_of else ({}, ()))
         return (result_of(output), *found[-1][0].values())
 

@@ -6,7 +6,6 @@
 4. the call's size alone; 1. after all, where it is the same graph at that size
 """
 
-import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -19,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.capture import own_graphs, private
+from fxpipe.capture.changed import called
 from fxpipe.capture.inputs import InputSpec, Leaf
 from fxpipe.capture.known import Given, NumbersRead, forward_begins, numbers_read
 from fxpipe.capture.later_calls import Lengths, later_is_other
@@ -27,7 +27,6 @@ from fxpipe.capture.size_reads import builtins_watched, decisions_noted, sizes_r
 from fxpipe.capture.sizes import is_symbolic
 from fxpipe.capture.state import Written, carried_on, state_written, warn_of_tensors
 from fxpipe.capture.surroundings import Surroundings
-from fxpipe.capture.trees import flatten
 from fxpipe.capture.watch import buffers_kept, watched
 from fxpipe.errors import CaptureError, FxpipeError, ValuesError
 
@@ -80,29 +79,10 @@ class Step(nn.Module):
             torch._check(tensor.shape[0] == batched[0].shape[0])
         forward_begins(dict(zip(self._inputs.tensor_names, leaves, strict=True)))
         args, kwargs = self._inputs.rebuild(leaves)
-        with (
-            buffers_kept(self.model),
-            _arguments_kept(self._inputs.signature, args, kwargs),
-            state_written(self.model, leaves, self.written),
-        ):
+        with buffers_kept(self.model), state_written(self.model, leaves, self.written):
             with nullcontext() if self.surroundings is None else self.surroundings.autocast():
-                output = self.model(*args, **kwargs)
+                output = called(self.model, self._inputs.signature, args, kwargs)
             return self._result_of(output)
-
-
-@contextmanager
-def _arguments_kept(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Raises CaptureError where lists or dicts among the arguments have something new afterwards: a graph would not
-    put it there. What forward takes out of them it takes out of its own."""
-    before, _ = flatten(signature, args, kwargs)
-    yield
-    after, _ = flatten(signature, args, kwargs)
-    known = {(name.partition(".")[0], id(value)) for name, value in before.items()}
-    for name, value in after.items():
-        if (name.partition(".")[0], id(value)) not in known:
-            raise CaptureError(
-                f"forward changes its input {name} in place; a graph has no effect but its result: return the new value"
-            )
 
 
 def export_step(

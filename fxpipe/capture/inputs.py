@@ -307,7 +307,7 @@ def _check_constant(name: str, value: Any) -> None:
     if isinstance(value, nn.Module) or not (isinstance(value, _CONSTANTS) or callable(value)):
         raise CompileError(
             f"input {name} is a {type(value).__name__}: an input must be a tensor, a plain value, or tuples, lists, "
-            "mappings and dataclasses of these"
+            "mappings, dataclasses and other objects that are their attributes, of these, each object once"
         )
 
 

@@ -3,10 +3,11 @@
     forward(batch, scale=2.0)         ->   batch.x, batch.text.ids, scale
     {"text": {"ids": i}, "x": x}           in the order of the compiled call, whatever the order of a dict's keys
 
-Dataclasses and mappings are nodes of the tree; torch's own registry of such classes, which is the process's, is left
-as it is.
+Dataclasses, mappings and objects that are all that their attributes say are nodes of the tree; torch's own registry of
+such classes, which is the process's, is left as it is.
 """
 
+import enum
 import inspect
 import math
 from collections import defaultdict
@@ -22,17 +23,22 @@ from fxpipe.errors import CompileError
 
 @dataclass(frozen=True)
 class _Fields:
-    """A dataclass, or a mapping that is no dict (of tokenizers, say), taken apart."""
+    """A dataclass, a mapping that is no dict (of tokenizers, say), or an object (a cache, say), taken apart."""
 
     kind: type
     values: Mapping[str, Any]
 
     def build(self) -> Any:
-        values = {name: _together(value) for name, value in self.values.items()}
+        values = {name: together(value) for name, value in self.values.items()}
+        make: Any = self.kind
         if not is_dataclass(self.kind):
-            return self.kind(values)
+            if issubclass(self.kind, Mapping):
+                return make(values)
+            made = object.__new__(self.kind)
+            vars(made).update(values)
+            return made
         given = {f.name for f in fields(self.kind) if f.init}
-        made = self.kind(**{name: value for name, value in values.items() if name in given})
+        made = make(**{name: value for name, value in values.items() if name in given})
         for name in values.keys() - given:
             object.__setattr__(made, name, values[name])
         return made
@@ -53,20 +59,35 @@ def _from_children(values: Iterable[Any], context: Any) -> _Fields:
 pytree.register_pytree_node(_Fields, _children, _from_children, flatten_with_keys_fn=_children_by_key)
 
 
-def _apart(value: Any) -> Any:
-    """`value` with dataclasses and mappings that torch does not know taken apart."""
+def apart(value: Any, seen: set[int] | None = None) -> Any:
+    """`value` with dataclasses, mappings and objects that torch does not know taken apart; an object that is there
+    twice, or in itself, is not."""
+    known = set[int]() if seen is None else seen
 
     def leaf(one: Any) -> Any:
         if isinstance(one, Mapping) and not is_dataclass(one):
-            return _Fields(type(one), {key: _apart(inside) for key, inside in one.items()})
-        if isinstance(one, type) or not is_dataclass(one):
+            return _Fields(type(one), {key: apart(inside, known) for key, inside in one.items()})
+        if is_dataclass(one) and not isinstance(one, type):
+            return _Fields(type(one), {f.name: apart(getattr(one, f.name), known) for f in fields(one)})
+        if not has_attributes(one) or id(one) in known:
             return one
-        return _Fields(type(one), {f.name: _apart(getattr(one, f.name)) for f in fields(one)})
+        known.add(id(one))
+        return _Fields(type(one), {name: apart(inside, known) for name, inside in vars(one).items()})
 
     return pytree.tree_map(leaf, value)
 
 
-def _together(value: Any) -> Any:
+def has_attributes(one: object) -> bool:
+    """Whether an object is all that its attributes say: of a plain class, which has no way of its own to copy one."""
+    kind = type(one)
+    if callable(one) or isinstance(one, torch.Tensor | enum.Enum) or not hasattr(one, "__dict__"):
+        return False
+    own = kind.__new__, kind.__reduce__, kind.__reduce_ex__
+    plain = own == (object.__new__, object.__reduce__, object.__reduce_ex__)
+    return plain and not hasattr(kind, "__slots__") and not hasattr(kind, "__setstate__")
+
+
+def together(value: Any) -> Any:
     def node(one: Any) -> bool:
         return isinstance(one, _Fields)
 
@@ -82,7 +103,7 @@ def flatten(
     except TypeError as error:
         raise CompileError(f"inputs do not fit the model's forward{signature}: {error}") from None
     bound.apply_defaults()
-    call = _apart((tuple(bound.args), dict(bound.kwargs)))
+    call = apart((tuple(bound.args), dict(bound.kwargs)))
     if like is not None:
         call = _ordered(call, like)
     paths, tree = pytree.tree_flatten_with_path(call)
@@ -100,7 +121,7 @@ def placeable(signature: inspect.Signature) -> list[str]:
 
 def unflatten(values: Iterable[Any], tree: pytree.TreeSpec) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The (args, kwargs) of a call from its leaves."""
-    args, kwargs = _together(pytree.tree_unflatten(values, tree))
+    args, kwargs = together(pytree.tree_unflatten(values, tree))
     return tuple(args), dict(kwargs)
 
 
@@ -146,9 +167,9 @@ def _key_name(key: Any) -> str:
 def named_leaves(value: Any) -> list[tuple[tuple[str, ...], Any]]:
     """A value's leaves, each with its path; of classes whose keys torch does not know, by their places."""
     try:
-        paths, _ = pytree.tree_flatten_with_path(_apart(value))
+        paths, _ = pytree.tree_flatten_with_path(apart(value))
     except ValueError:
-        return [((str(place),), leaf) for place, leaf in enumerate(pytree.tree_leaves(_apart(value)))]
+        return [((str(place),), leaf) for place, leaf in enumerate(pytree.tree_leaves(apart(value)))]
     return [(tuple(map(_key_name, path)), leaf) for path, leaf in paths]
 
 
@@ -168,7 +189,7 @@ class Returned:
     @staticmethod
     def of(output: Any) -> "Returned":
         """Raises CompileError where there is no tensor, or several that are no one prediction."""
-        leaves, tree = pytree.tree_flatten(_apart(output))
+        leaves, tree = pytree.tree_flatten(apart(output))
         tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         first = next(iter(tensors.values()), None)
         plain = tuple(None if place in tensors else leaf for place, leaf in enumerate(leaves))
@@ -185,7 +206,7 @@ class Returned:
 
     def tensor(self, output: Any) -> torch.Tensor:
         """The prediction in an output like this."""
-        leaves = pytree.tree_leaves(_apart(output))
+        leaves = pytree.tree_leaves(apart(output))
         found: list[torch.Tensor] = [leaves[place] for place in self.places]
         if self.shapes:
             return torch.cat([one.reshape(one.shape[0], math.prod(one.shape[1:])) for one in found], 1)
@@ -203,7 +224,7 @@ class Returned:
         leaves = list(self.leaves)
         for place, part in zip(self.places, self.parts(tensor), strict=True):
             leaves[place] = part
-        return _together(pytree.tree_unflatten(leaves, self.tree))
+        return together(pytree.tree_unflatten(leaves, self.tree))
 
 
 def _may_be_packed(first: torch.Tensor, other: torch.Tensor) -> bool:

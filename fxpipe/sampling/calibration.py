@@ -27,7 +27,7 @@ from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.timeline import human_seconds
 from fxpipe.run.ownership import require_new
 from fxpipe.run.ranks import LocalRanks, Ranks
-from fxpipe.sampling.spread import Spread
+from fxpipe.sampling.spread import Spread, returned
 from fxpipe.sampling.step import SampleStep
 from fxpipe.simulate import timeline
 from passes.rows import RowPlan, analyse
@@ -113,7 +113,7 @@ class Recorder:
             self._changes[stream].append([*map(_change, values, self._before[stream])])
         self._before[stream] = values
         self.num_steps = 1 + max(map(len, self._changes.values()), default=0)
-        return step.traced.returned.rebuilt(prediction)
+        return returned(step, prediction, args, kwargs)
 
     def changes(self) -> list[float]:
         """Of every one of `keys`, over the steps that are displaced, or all where there are none.

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from fxpipe.capture import private
 from fxpipe.capture.any_size import AnySize
+from fxpipe.capture.changed import Changed, put_back
 from fxpipe.capture.holders import Holder, named_by
 from fxpipe.capture.settings import Untouched, settings_of
 from fxpipe.capture.surroundings import Surroundings, no_autocast
@@ -113,7 +114,7 @@ class Spread:
         with self.ranks.turn:
             state = self.state(step.traced)
         prediction = self.ranks.predict(step, state, step.bind(tensors), own)
-        return step.traced.returned.rebuilt(prediction)
+        return returned(step, prediction, args, kwargs)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleStep:
         """The programs for a call; of its tensors only shapes and types are used."""
@@ -318,6 +319,15 @@ class Spread:
         """Let go of what is known of other settings, but for the last few."""
         while len(self._others) > but:
             self._forget(self._others.pop(0).traced)
+
+
+def returned(step: SampleStep, prediction: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What forward returns with this prediction; what it puts into its arguments is there, too."""
+    made = step.traced.returned.rebuilt(prediction)
+    if not isinstance(made, Changed):
+        return made
+    put_back(made, step.traced.captured.inputs.signature, args, kwargs)
+    return made.output
 
 
 def _require_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
