@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.analysis import example_of
-from fxpipe.capture import Capture, cache, files
+from fxpipe.capture import Capture, cache, files, private
 from fxpipe.capture.cache import cache_folder, cached_capture
 from fxpipe.capture.code_names import Unknowable
 from fxpipe.capture.expressions import Unwritable
@@ -123,6 +123,8 @@ def test_data_say_all_of_a_capture(name: str) -> None:
     back = from_data(data, example.inputs, example.step)
     assert to_data(back, example.step) == data
     assert str(back.graph) == str(found.graph)
+    values = [tensor for node in back.graph.nodes for tensor in private.tensors_in(node.meta.get("val"))]
+    assert len({*map(id, values)}) == len(values)
     for node, other in zip(found.graph.nodes, back.graph.nodes, strict=True):
         assert node.target == other.target
         assert node.meta.keys() == other.meta.keys()

@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,19 +73,36 @@ def to_data(captured: Capture, model: nn.Module) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class _Traced:
+    """What a trace knows of values: its mode, and one of every kind: many are alike, and to ask sizes takes long."""
+
+    mode: Any
+    tensors: dict[str, torch.Tensor]
+
+    def tensor(self, said: list[Any]) -> torch.Tensor:
+        key = repr(said)
+        if key not in self.tensors:
+            shape, stride, dtype, device, grad = _value(said, self, {})
+            found = private.sizes.traced_tensor(self.mode, shape, stride, kind_named(dtype), torch.device(device), grad)
+            self.tensors[key] = found
+        found = self.tensors[key]
+        return private.detached(found).requires_grad_(found.requires_grad)
+
+
 def from_data(data: Mapping[str, Any], inputs: InputSpec, model: nn.Module) -> Capture:
     """The capture that `data` says, of a call described by `inputs`; any exception means that the data is none."""
     symbols = {symbol(name): bounds for name, bounds in data["symbols"].items()}
-    mode = private.sizes.traced_mode(symbols)
+    traced = _Traced(private.sizes.traced_mode(symbols), {})
     flags = zip(inputs.leaves, data["batched"], strict=True)
     return Capture(
-        graph=_graph(mode, data["nodes"]),
+        graph=_graph(traced, data["nodes"]),
         inputs=replace(inputs, leaves=tuple(replace(leaf, batched=flag) for leaf, flag in flags)),
         tensors=data["tensors"],
         constants={name: _constant(one, model) for name, one in data["constants"].items()},
         trainable=frozenset(data["trainable"]),
         tied=data["tied"],
-        draws={n: Draw(i, target, _graph(mode, nodes), {}) for n, (i, target, nodes) in data["draws"].items()},
+        draws={n: Draw(i, target, _graph(traced, nodes), {}) for n, (i, target, nodes) in data["draws"].items()},
         batch=tuple(symbol(name) for name in data["batch"]),
         unused=tuple(data["unused"]),
         notes=tuple(data["notes"]),
@@ -111,12 +128,12 @@ def _node_data(node: fx.Node) -> list[Any]:
     return [node.op, node.name, target, *map(_value_data, (list(node.args), dict(node.kwargs), node.meta))]
 
 
-def _graph(mode: Any, nodes: list[Any]) -> fx.Graph:
+def _graph(traced: _Traced, nodes: list[Any]) -> fx.Graph:
     graph, made = fx.Graph(), dict[str, fx.Node]()
     for op, name, target, *values in nodes:
         if op not in ("placeholder", "call_function", "output"):
             raise ValueError(op)
-        args, kwargs, meta = (_value(one, mode, made) for one in values)
+        args, kwargs, meta = (_value(one, traced, made) for one in values)
         made[name] = graph.create_node(
             op, _target(target) if op == "call_function" else target, tuple(args), kwargs, name
         )
@@ -174,28 +191,27 @@ def _worded(value: Any) -> tuple[str, Any]:
     raise Unwritable(f"a {type(value).__name__} among arguments")
 
 
-def _value(data: Any, mode: Any, made: Mapping[str, fx.Node]) -> Any:
+def _value(data: Any, traced: _Traced, made: Mapping[str, fx.Node]) -> Any:
     if isinstance(data, list):
-        return [_value(one, mode, made) for one in data]
+        return [_value(one, traced, made) for one in data]
     if not isinstance(data, dict):
         return data
     ((kind, said),) = data.items()
     if kind == "dict":
-        return {key: _value(one, mode, made) for key, one in said}
+        return {key: _value(one, traced, made) for key, one in said}
     if kind == "tuple":
-        return tuple(_value(one, mode, made) for one in said)
+        return tuple(_value(one, traced, made) for one in said)
     if kind == "slice":
-        return slice(*(_value(one, mode, made) for one in said))
+        return slice(*(_value(one, traced, made) for one in said))
     if kind == "node":
         return made[said]
     if kind == "tensor":
-        shape, stride, dtype, device, requires_grad = _value(said, mode, made)
-        return private.sizes.traced_tensor(mode, shape, stride, kind_named(dtype), torch.device(device), requires_grad)
+        return traced.tensor(said)
     if kind == "torch":
         return kind_named(said)
     if kind == "device":
         return torch.device(said)
-    return private.sizes.traced_number(mode, expression_of(said), _SYMBOLIC[kind])
+    return private.sizes.traced_number(traced.mode, expression_of(said), _SYMBOLIC[kind])
 
 
 def _tensor_data(value: torch.Tensor) -> list[Any]:
