@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,19 +78,20 @@ def test_predictions_are_those_of_one_layout(
     assert warm.verify().ok
 
 
-def launched() -> list[Tensor]:
-    key, own, exact, _ = LAYOUTS[0]
-    _, warm = compiled(key, tuple(own.items()), tuple(exact.items()))
+def launched(plan: str) -> list[Tensor]:
+    given = case(LAYOUTS[0][0])
+    warm = fxpipe.compile_sampler(given.model, 2, example=given.example, plan=plan)
     found = called(warm)
     warm.close()
     return found
 
 
-def test_processes_give_what_threads_give() -> None:
+def test_processes_give_what_threads_give(tmp_path: Path) -> None:
     key, own, exact, _ = LAYOUTS[0]
     _, warm = compiled(key, tuple(own.items()), tuple(exact.items()))
-    for found in run_processes(2, launched):
-        assert all(torch.equal(*pair) for pair in zip(found, called(warm), strict=True))
+    wanted = called(warm)
+    for found in run_processes(2, launched, str(warm.plan.save(tmp_path / "plan.json"))):
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
 def test_plans_that_cannot_make_the_first_steps_are_refused() -> None:
