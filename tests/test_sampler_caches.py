@@ -108,6 +108,15 @@ def test_they_are_filled_and_read(layout: str) -> None:
     assert not any("gathered" in note for note in of.notes)
 
 
+def test_lists_that_are_there_twice_are_refused() -> None:
+    of = sampler(patches=2, cfg=1)
+    args, given = of.example
+    first, second = given["cache"].layers
+    second.seen = first.seen
+    with pytest.raises(fxpipe.CompileError, match=r"changes its inputs cache, more, in which .* is twice"):
+        of.predict(*args, **given)
+
+
 def launched() -> list[Tensor]:
     of = sampler(patches=2, cfg=1, mode="displaced", warmup=1)
     found = steps(of.predict)

@@ -5,7 +5,7 @@ cache.k is old_k                   ->    Kept("cache.k") in it                  
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from itertools import zip_longest
 from typing import Any
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.capture.inputs import is_same
 from fxpipe.capture.trees import apart, flatten, has_attributes, together
+from fxpipe.errors import CompileError
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,25 @@ def put_back(made: Changed, signature: inspect.Signature, args: Sequence[Any], k
     """Have the arguments of a call as they are made."""
     named, _ = flatten(signature, args, kwargs)
     given = _arguments(signature, args, kwargs)
+    containers = [one for value in made.arguments for one in _containers(given[value])]
+    if len({*map(id, containers)}) < len(containers):
+        raise CompileError(
+            f"forward changes its inputs {', '.join(made.arguments)}, in which a list, a dict or an object is twice, "
+            "as a graph does not know it: give it once"
+        )
     for head, value in made.arguments.items():
         _put(given[head], value, named)
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """All that something can be put into, each as often as it is there."""
+    has_fields = has_attributes(value) or (is_dataclass(value) and not isinstance(value, type))
+    if isinstance(value, list | dict) or has_fields:
+        yield value
+    inside = vars(value) if has_fields else value
+    if isinstance(inside, list | tuple | dict):
+        for one in inside.values() if isinstance(inside, dict) else inside:
+            yield from _containers(one)
 
 
 def _arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
