@@ -49,7 +49,10 @@ def shows(node: fx.Node, made_by: fx.Node, argument: fx.Node, storages: set[int]
         return True
     if (not inactive and name not in _PERHAPS_VIEWS) or private.argument(made_by, "copy"):
         return False
-    same = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+    try:
+        same = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+    except private.VALUE_ERRORS:  # of sizes that depend on values, which are refused
+        same = False
     constant = root.meta.get("kind") == "constant"
     return same or (constant and one.dtype == other.dtype)
 

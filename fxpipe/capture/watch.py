@@ -125,7 +125,8 @@ def _require_values(tensor: torch.Tensor, by: str) -> None:
     if private.mode_of(tensor) is not None:
         raise ValuesError(
             f"forward reads the values of a tensor of shape {list(tensor.shape)} by {by}, which a graph does not have; "
-            "compute with torch on the tensor itself, or read what stays as it is (tables, schedules) in __init__"
+            "compute with torch on the tensor itself (where it chooses experts, each on all tokens, weighted by "
+            "whether it is chosen), or read what stays as it is (tables, schedules) in __init__"
         )
 
 
