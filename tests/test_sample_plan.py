@@ -15,8 +15,6 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import SamplePlan
-from fxpipe.plan.schedule import Schedule
-from fxpipe.plan.staged import PlannedCut
 from fxpipe.sampler import Sampler
 
 
@@ -65,11 +63,11 @@ def test_a_plan_is_text(golden: Callable[[str, str], None]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_read_back_is_what_was_written_and_lowers_to_the_same(layout: str, tmp_path: Path) -> None:
     made, (world_size, _) = sampler(layout), LAYOUTS[layout]
-    assert SamplePlan.load(made.plan.save(tmp_path / "plan.json")) == made.plan
+    assert SamplePlan.parse(str(made.plan)) == made.plan == SamplePlan.load(made.plan.save(tmp_path / "plan.json"))
     again = compiled(world_size, plan=tmp_path / "plan.json")
     assert again.plan == made.plan
     assert again.schedule == made.schedule
-    assert SamplePlan.load(again.dump(tmp_path) / "plan.json") == made.plan
+    assert SamplePlan.load(again.dump(tmp_path) / "plan.txt") == made.plan
     for one, other in zip(again.step.programs, made.step.programs, strict=True):
         assert all(str(one.forms[name].graph) == str(form.graph) for name, form in other.forms.items())
     assert again.verify().ok
@@ -98,19 +96,8 @@ def test_a_report_is_one_page(tmp_path: Path) -> None:
     assert {"forward", "bubble"} <= {bar["name"] for bar in data["timeline"]["data"]}
 
 
-def edited(layout: str, **changes: Any) -> SamplePlan:
-    return replace(sampler(layout).plan, **changes)
-
-
-def read_as(layout: str, **changes: Any) -> SamplePlan:
-    """With other ways to read what others have."""
-    return edited(layout, how=replace(sampler(layout).plan.how, **changes))
-
-
-def order_of(layout: str, first: str) -> Schedule:
-    """With another line of rank 0."""
-    head, _, *others = sampler(layout).plan.step.text().split("\n")
-    return Schedule.parse("\n".join([head, first, *others]))
+def edited(layout: str, before: str, after: str) -> SamplePlan:
+    return SamplePlan.parse(str(sampler(layout).plan).replace(before, after))
 
 
 def cut_at(block: int) -> SamplePlan:
@@ -124,18 +111,20 @@ REFUSED: dict[str, Callable[[], object]] = {
     "other sizes": lambda: compiled(4, x=X[:, :, :12], plan=sampler("rows").plan),
     "other ranks": lambda: compiled(2, plan=sampler("rows").plan),
     "patches beside it": lambda: compiled(2, patches=[0, 4, 8], plan=sampler("uneven rows, displaced").plan),
-    "another order": lambda: compiled(4, plan=edited("rows", step=order_of("rows", "rank 0: 0F1"))),
+    "another order": lambda: compiled(4, plan=edited("rows", "rank 0: 0F0", "rank 0: 0F1")),
+    "a gap": lambda: edited("uneven rows, displaced", "patch 1: units 3-7", "patch 1: units 4-7"),
+    "no plan": lambda: SamplePlan.parse("schedule"),
     "a training plan": lambda: SamplePlan.from_dict(json.loads('{"format": 1}')),
     "bounds beyond the rows": lambda: compiled(2, patches=[0, 4, 9]),
     "bounds that fall": lambda: compiled(2, patches=[0, 5, 4, 8]),
     "bounds of another number of ranks": lambda: compiled(2, patches=[0, 2, 4, 8]),
     "a stage without blocks": lambda: compiled(2, plan=cut_at(0)),
     "other stages": lambda: compiled(2, plan=cut_at(1)),
-    "another number of samples": lambda: compiled(4, plan=edited("rows", num_samples=4)),
-    "another number of blocks": lambda: compiled(2, plan=edited("patches in turn", cut=PlannedCut(17, 1))),
-    "unknown norms": lambda: read_as("uneven rows, displaced", norms="mended"),
-    "no fresh step": lambda: read_as("uneven rows, displaced", warmup=0),
-    "norms of this step in turn": lambda: read_as("patches in turn", norms="sync"),
+    "another number of samples": lambda: compiled(4, plan=edited("rows", "plan: 2 samples", "plan: 4 samples")),
+    "another number of blocks": lambda: compiled(2, plan=edited("patches in turn", "in 16 blocks", "in 17 blocks")),
+    "unknown norms": lambda: edited("uneven rows, displaced", "norms merged", "norms mended"),
+    "no fresh step": lambda: edited("uneven rows, displaced", "after 4 fresh", "after 0 fresh"),
+    "norms of this step in turn": lambda: edited("patches in turn", "norms corrected", "norms sync"),
     "no file": lambda: compiled(2, plan="no-such-plan.json"),
     "ranks none has": lambda: compiled(4, plan=replace(sampler("rows").plan, bounds=(0, 8))),
 }

@@ -100,7 +100,7 @@ def test_estimates_are_what_is_simulated(name: str) -> None:
     assert made.plan.expects is not None
     assert made.plan.expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.05)
     assert made.verify().ok
-    assert SamplePlan.from_dict(made.plan.as_dict()) == made.plan
+    assert SamplePlan.parse(str(made.plan)) == made.plan == SamplePlan.from_dict(made.plan.as_dict())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -225,7 +225,7 @@ def test_few_steps_are_no_slower_than_on_one_device_and_exact(name: str, device:
     slow = compiled(name, cost_model=A100, steps=4, mode="displaced")
     assert slow.plan.copies == 4
     assert slow.verify().ok
-    assert SamplePlan.from_dict(slow.plan.as_dict()) == slow.plan
+    assert SamplePlan.parse(str(slow.plan)) == slow.plan == SamplePlan.from_dict(slow.plan.as_dict())
 
 
 def test_copies_of_layouts_with_messages_are_exact() -> None:
@@ -235,7 +235,7 @@ def test_copies_of_layouts_with_messages_are_exact() -> None:
     plan, _ = planned(case, of_two, made.plan.cluster, made.plan.cost_model)
     again = compiled("U-Net", 6, plan=plan, cluster=None)
     assert (again.plan.copies, again.grid.world_size, again.verify().ok) == (3, 6, True)
-    assert SamplePlan.from_dict(again.plan.as_dict()) == again.plan
+    assert SamplePlan.parse(str(again.plan)) == again.plan
 
 
 def test_throughput_is_that_of_joined_requests() -> None:
@@ -247,7 +247,7 @@ def test_throughput_is_that_of_joined_requests() -> None:
     assert many.plan.num_samples == 2 * many.requests
     assert many.plan.expects.seconds == pytest.approx(many.simulate(STEPS).makespan_seconds, rel=0.05)
     assert many.verify().ok
-    assert SamplePlan.from_dict(many.plan.as_dict()) == many.plan
+    assert SamplePlan.parse(str(many.plan)) == many.plan
 
 
 def test_what_is_given_is_kept_and_few_steps_are_exact() -> None:

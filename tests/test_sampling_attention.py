@@ -105,7 +105,7 @@ def test_it_is_one_devices(name: str, kind: str) -> None:
             programs = by(kind, of_rows(name), uneven(ROWS, patches), text=text)
             require_exact(programs, CALLS[name])
             plan = programs.step.plan
-            assert SamplePlan.from_dict(plan.as_dict()) == plan
+            assert SamplePlan.parse(str(plan)) == plan == SamplePlan.from_dict(plan.as_dict())
             why = {
                 ("2 heads for 6", "ulysses"): "patches cannot share 2 heads" if patches > 2 else "",
                 ("keys masked", "ring"): "it has a mask", ("all masked", "ring"): "it has a mask",
@@ -213,7 +213,7 @@ def test_a_plan_with_other_kinds_is_lowered_or_refused() -> None:
     plan = fxpipe.compile_sampler(given.model, 3, cfg=1, attention="gather", **asked).plan
     mixed = replace(plan, attention=("ring", "gather"))
     assert "attention: 1 ring, 1 gather" in str(mixed)
-    again = fxpipe.compile_sampler(given.model, 3, plan=SamplePlan.from_dict(mixed.as_dict()), **asked)
+    again = fxpipe.compile_sampler(given.model, 3, plan=SamplePlan.parse(str(mixed)), **asked)
     assert relative_error(again.predict(**given.example), one_device(given)) <= 1e-10
     with pytest.raises(CompileError, match="3 patches cannot share 2 heads"):
         fxpipe.compile_sampler(given.model, 3, plan=replace(plan, attention=("ulysses", "gather")), **asked)

@@ -37,7 +37,7 @@ def compiled(key: str, own: tuple[tuple[str, Any], ...], exact: tuple[tuple[str,
         for mode, asked in (("displaced", own), ("exact", exact))
     ]
     plan = replace(made[0].plan, warm=replace(made[1].plan, notes=(), expects=None, considered=()))
-    assert SamplePlan.from_dict(plan.as_dict()) == plan
+    assert SamplePlan.parse(str(plan)) == plan == SamplePlan.from_dict(plan.as_dict())
     return made[0], fxpipe.compile_sampler(given.model, ranks, example=given.example, plan=plan)
 
 

@@ -143,23 +143,8 @@ class Plan(SavedPlan):
         return "\n".join([_head(self), *(f"  {line}" for line in _lines(self))])
 
     @classmethod
-    def parse(cls, text: str) -> "Plan":
-        """Read `str(plan)` back.
-
-        Raises:
-            CompileError: the text is no plan's; names the line.
-        """
-        try:
-            return _parse(text)
-        except CompileError:
-            raise
-        except (ValueError, ZeroDivisionError, IndexError) as error:
-            raise CompileError(f"this plan's text has a number that is none: {error}") from None
-
-    @classmethod
-    def _of_file(cls, text: str) -> "Plan":
-        """Of JSON, or of `str(plan)`."""
-        return super()._of_file(text) if text.lstrip().startswith("{") else cls.parse(text)
+    def _of_text(cls, text: str) -> "Plan":
+        return _parse(text)
 
 
 def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
@@ -257,11 +242,9 @@ def _parse(text: str) -> Plan:
 
 def _read(line: str, read: Read) -> None:
     """Add what a line of the summary says."""
-    if read_line(line, read):
+    if read_line(line, read, "step"):
         return
-    if line.startswith("note: "):
-        read["note"].append(line.removeprefix("note: "))
-    elif found := _FROZEN.fullmatch(line):
+    if found := _FROZEN.fullmatch(line):
         read["frozen"].append((None if found[2] == "all ranks" else ranks_in(found[2].split(" ", 1)[1]), found[3]))
     elif line in SHARDED.values():
         read["sharded"].append(next(name for name, of in SHARDED.items() if of == line))

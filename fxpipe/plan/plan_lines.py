@@ -1,4 +1,4 @@
-"""What the texts and files of plans share, of training and of sampling: for what they hold, and stages on ranks.
+"""What the texts and files of plans share, of training and of sampling: for what they hold, stages on ranks, notes.
 
   for 2xA100-80GB, costs of A100-80GB, step 6d1c04e88f0a in 24 blocks for 4 samples
   stage  0 on rank 0: blocks 0-3  25.1%  unet.conv_in .. unet.down_blocks.0
@@ -9,6 +9,7 @@ rank 0: 0T0 0F0 0F1 3F0 ...
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -20,7 +21,7 @@ from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import PlannedCut, Staged
 
 _CUT = r"(\d+) blocks for (\d+) samples(?: of (\d+) rows)?(, one micro-batch)?"
-_FOR = re.compile(r"for (.*), costs of (.*), step (\S*) in " + _CUT)
+_FOR = r"for (.*), costs of (.*), {} (\S*) in " + _CUT
 _STAGE = re.compile(r"stage +\d+ on ranks? ([\d, ]+|none): (?:blocks (\d+)-(\d+)|no blocks at (\d+))  (.*)")
 
 Read = dict[str, list[Any]]
@@ -58,9 +59,11 @@ def text_parts(text: str) -> tuple[list[str], list[Schedule]]:
     return parts[0], [Schedule.parse("\n".join(lines)) for lines in parts[1:]]
 
 
-def read_line(line: str, read: Read) -> bool:
-    """Add what a line says, if it is one of these."""
-    if found := _FOR.fullmatch(line):
+def read_line(line: str, read: Read, what: str) -> bool:
+    """Add what a line says, if it is one of these; `what` the plan is made for."""
+    if line.startswith("note: "):
+        read["note"].append(line.removeprefix("note: "))
+    elif found := re.fullmatch(_FOR.format(what), line):
         cost_model = "" if found[2] == "a model of its own" else found[2]
         cut = PlannedCut(int(found[4]), int(found[5]), divisible=not found[7], rows=int(found[6] or 1))
         read["for"].append((found[1].replace("\\n", "\n"), cost_model, found[3], cut))
@@ -91,8 +94,8 @@ def read_stages(read: Read) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...
 # -- text, JSON data and files
 
 
-class SavedPlan:
-    """A plan, of training or of sampling, with a text, JSON data, and a file.
+class SavedPlan(ABC):
+    """A plan, of training or of sampling, with a text that is read back, JSON data, and a file.
 
     `KIND` says what it is, `WRITER` what writes one, `FORM` what its data say of themselves.
     """
@@ -118,6 +121,24 @@ class SavedPlan:
         for name in ("num_blocks", "num_samples", "rows"):
             if (count := getattr(self.cut, name)) < 1:
                 raise CompileError(f"{name} of the plan's cut is {count}; give 1 or more")
+
+    @classmethod
+    @abstractmethod
+    def _of_text(cls, text: str) -> Self: ...
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `str(plan)` back.
+
+        Raises:
+            CompileError: the text is no such plan's; names the line.
+        """
+        try:
+            return cls._of_text(text)
+        except CompileError:
+            raise
+        except (ValueError, ZeroDivisionError, IndexError) as error:
+            raise CompileError(f"this plan's text has a number that is none: {error}") from None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -149,7 +170,7 @@ class SavedPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file that `save` wrote.
+        """Read a file that `save` wrote, or one with the text.
 
         Raises:
             CompileError: there is no such file, or it holds no such plan.
@@ -159,15 +180,11 @@ class SavedPlan:
         except (OSError, UnicodeDecodeError) as error:
             raise CompileError(f"no plan in {path}: {error}; {cls.WRITER} writes one") from None
         try:
-            return cls._of_file(text)
+            return cls.from_dict(json.loads(text)) if text.lstrip().startswith("{") else cls.parse(text)
         except json.JSONDecodeError as error:
             raise CompileError(f"{path} is no JSON: {error}; {cls.WRITER} writes a plan") from None
         except CompileError as error:
             raise type(error)(f"{path}: {error}") from None
-
-    @classmethod
-    def _of_file(cls, text: str) -> Self:
-        return cls.from_dict(json.loads(text))
 
 
 def _lines_of(schedule: Schedule) -> list[str]:

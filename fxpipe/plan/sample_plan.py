@@ -16,17 +16,27 @@
     ...
 
 A micro-batch is a patch of the samples that pass through stages together: of patch 0 of the first ones, patch 1, ...;
-then those of the next ones. Where the first steps are faster another way, that plan follows. `as_dict` and `from_dict`
-are for JSON.
+then those of the next ones. Where the first steps are faster another way, that plan follows. `SamplePlan.parse` reads
+it back; `as_dict` and `from_dict` do it for JSON.
 """
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import ClassVar, Literal, get_args
 
 from fxpipe.errors import CompileError
-from fxpipe.plan.plan_lines import SavedPlan, stage_lines, target_line
+from fxpipe.plan.plan_lines import (
+    Read,
+    SavedPlan,
+    read_line,
+    read_stages,
+    read_target,
+    stage_lines,
+    target_line,
+    text_parts,
+)
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.schedule import Schedule, counted
 from fxpipe.plan.staged import PlannedCut, Staged
@@ -35,8 +45,9 @@ FORMAT = 3
 """Of the files that plans of samplers are saved in."""
 
 IN_TURN = "patches in turn"
-"""Through stages, one after the other. Others are "rows": one stage, patches beside each other; and "samples in turn":
-through stages, patches beside each other in each."""
+ORDERS = ("rows", "samples in turn", IN_TURN)
+"""rows: one stage, patches beside each other. samples in turn: through stages, patches beside each other in each.
+patches in turn: through stages, one after the other."""
 
 
 Norms = Literal["corrected", "merged", "sync", "separate"]
@@ -95,6 +106,14 @@ class Expected:
     wire_bytes: int
     memory_bytes: int
     requests: int = 1
+
+    @staticmethod
+    def of(
+        steps: int, seconds: float, alone_seconds: float, wire_bytes: int, memory_bytes: int, requests: int = 1
+    ) -> "Expected":
+        """With seconds to four digits, as they are printed."""
+        rounded = float(f"{seconds:.4g}"), float(f"{alone_seconds:.4g}")
+        return Expected(steps, *rounded, wire_bytes, memory_bytes, requests)
 
     def __str__(self) -> str:
         return (
@@ -203,11 +222,19 @@ class SamplePlan(SavedPlan):
 
     def __str__(self) -> str:
         own = f"{self.summary()}\n{self.step.text()}"
-        return own if self.warm is None else f"{own}\nthe first steps are made by this plan:\n{self.warm}"
+        return own if self.warm is None else f"{own}\n{_WARM}\n{self.warm}"
 
     def summary(self) -> str:
         """All but the order."""
         return "\n".join([_head(self), *(f"  {line}" for line in _lines(self))])
+
+    @classmethod
+    def _of_text(cls, text: str) -> "SamplePlan":
+        return _parse(text)
+
+
+_WARM = "the first steps are made by this plan:"
+_FIRST = re.compile(r"first \d+ steps?: ")
 
 
 def _head(plan: SamplePlan) -> str:
@@ -236,3 +263,79 @@ def _lines(plan: SamplePlan) -> Iterator[str]:
         yield f"considered: {other}"
     for note in plan.notes:
         yield f"note: {note}"
+
+
+_HEAD = re.compile(
+    r"plan: (\d+) samples? in (\d+) groups? x \d+ stages? x \d+ patch(?:es)?(?: x (\d+) copies)? on (\d+) ranks?"
+    rf"(?:, (\d+) more watching)? \(({'|'.join(ORDERS)})\)"
+)
+_DISPLACED = re.compile(r"displaced after (\d+) fresh steps?, norms (\w+)(, advanced)?")
+_FRESH = re.compile(r"kept fresh: (\w+ \w+(?:, \w+ \w+)*)")
+_ROWS = re.compile(r"rows: (\d+) in \d+ units? of (\d+)")
+_EXPECTS = re.compile(
+    r"expects: (\d+) steps?(?: of (\d+) requests)? in ([\d.e+-]+) s, ([\d.e+-]+) s on one rank; "
+    r"(\d+) bytes come to a rank in a step, (\d+) are held"
+)
+_ATTENTION = re.compile(r"attention: (\d+ (?:gather|ulysses|ring)(?:, \d+ (?:gather|ulysses|ring))*)")
+_PATCH = re.compile(r"patch \d+: units (\d+)-(\d+)( and the text)?")
+
+
+def _parse(text: str) -> SamplePlan:
+    text, _, warm = text.partition(f"\n{_WARM}\n")
+    summary, orders = text_parts(text)
+    kinds = "for", "stage", "note", "how", "fresh", "attention", "rows", "patch", "expects", "considered"
+    read: Read = {kind: [] for kind in kinds}
+    head = _HEAD.fullmatch(summary[0]) if summary else None
+    if head is None or len(orders) != 1:
+        raise CompileError(
+            f"this is no text of a sampler's plan: it begins with {text[:60]!r}; `print(plan)` gives one"
+        )
+    for line in summary[1:]:
+        _read(line.removeprefix("  "), read)
+    cluster, cost_model, fingerprint, cut = read_target(read)
+    if not (len(read["how"]) == len(read["rows"]) == 1 and read["patch"]):
+        raise CompileError(
+            "the plan's text lacks its rows, its patches or its third line; `print(plan)` gives all of it"
+        )
+    num_rows, unit_rows = read["rows"][0]
+    plan = SamplePlan(
+        fingerprint, cluster, cost_model, int(head[1]), int(head[2]), int(head[3] or 1),
+        cut, Staged(*read_stages(read), head[6], False, int(head[4])), tuple(label for *_, label in read["stage"]),
+        num_rows, unit_rows, (0, *(stop for _, stop, _ in read["patch"])), read["patch"][0][2],
+        replace(read["how"][0], fresh=next(iter(read["fresh"]), ())), next(iter(read["attention"]), ()),
+        orders[0], tuple(read["note"]),
+        next(iter(read["expects"]), None), tuple(read["considered"]), _parse(warm) if warm else None,
+        int(head[5] or 0),
+    )  # fmt: skip
+    for says, line in zip([_head(plan), *(f"  {line}" for line in _lines(plan))], summary, strict=False):
+        if says != line:
+            raise CompileError(f"the plan has the line {line!r}, its other lines say {says!r}; make them agree")
+    return plan
+
+
+def _read(line: str, read: Read) -> None:
+    """Add what a line of the summary says."""
+    if read_line(line, read, "call"):
+        return
+    if line == str(EXACT):
+        read["how"].append(EXACT)
+    elif found := _DISPLACED.fullmatch(line):
+        read["how"].append(How("displaced", int(found[1]), found[2], found[3] is not None))
+    elif found := _FRESH.fullmatch(line):
+        read["fresh"].append(tuple(found[1].split(", ")))
+    elif found := _ATTENTION.fullmatch(line):
+        runs = (run.split() for run in found[1].split(", "))
+        read["attention"].append(tuple(kind for count, kind in runs for _ in range(int(count))))
+    elif found := _ROWS.fullmatch(line):
+        read["rows"].append((int(found[1]), int(found[2])))
+    elif found := _PATCH.fullmatch(line):
+        read["patch"].append((int(found[1]), int(found[2]) + 1, found[3] is not None))
+    elif found := _EXPECTS.fullmatch(line):
+        seconds, sizes = (float(found[3]), float(found[4])), (int(found[5]), int(found[6]))
+        read["expects"].append(Expected(int(found[1]), *seconds, *sizes, int(found[2] or 1)))
+    elif _FIRST.match(line):
+        return  # of the plan that follows
+    elif line.startswith("considered: "):
+        read["considered"].append(line.removeprefix("considered: "))
+    else:
+        raise CompileError(f"a sampler's plan has no line {line!r}; `print(plan)` shows what its lines look like")

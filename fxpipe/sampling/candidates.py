@@ -112,7 +112,7 @@ class Ranked:
         assert chosen.found is not None
         found, requests = chosen.found, chosen.requests
         sizes = found.wire_bytes, found.memory_bytes
-        return Expected(self.setting.steps, found.seconds, requests * self.alone_seconds, *sizes, requests)
+        return Expected.of(self.setting.steps, found.seconds, requests * self.alone_seconds, *sizes, requests)
 
     def considered(self, chosen: Candidate) -> tuple[str, ...]:
         """The next best."""
