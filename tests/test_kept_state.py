@@ -76,6 +76,11 @@ def in_array(s: Keeper, h: Tensor) -> Tensor:
     return h * float(s.kept[0])
 
 
+def towards(s: Keeper, h: Tensor) -> Tensor:
+    s.kept.now = 0.5 * s.kept.now + 0.5 * s.kept.goal
+    return h * s.kept.now
+
+
 def around() -> Any:
     calls = 0
 
@@ -124,6 +129,8 @@ def drawn(s: Keeper, h: Tensor) -> Tensor:
     [
         (torch.ones(()), attribute, "'kept', a tensor before, to a tensor, and computes something else the next"),
         (SimpleNamespace(calls=0), of_object, "'kept.calls', 0 before, to 1, and computes"),
+        (torch.zeros(()), lambda s, h: setattr(s, "kept", s.kept + 1.0) or h * s.kept, "'kept', a tensor before"),
+        (SimpleNamespace(now=torch.ones(4), goal=torch.ones(4)), towards, "'kept.now', a tensor before, to a tensor"),
         (Counter().count, of_method, "'Counter.calls', new, to 1, and computes"),
         (SimpleNamespace(calls=0), of_later_calls, "'kept.calls', 0 before, to 1, and may compute .* a later"),
         (None, of_class, "'Keeper.calls', 0 before, to 1, and computes"),
@@ -293,6 +300,12 @@ def test_what_constants_make_is_computed_in_every_call_and_not_kept(kept: Any, b
     assert _targets(graph) == _targets(again)
     assert sum("cos" in target for target in _targets(graph)) == 1
     assert type(model(torch.ones(2, 4))) is Tensor
+
+
+def test_a_table_that_forward_makes_equal_to_itself_is_no_other() -> None:
+    model = Keeper(torch.ones(4), lambda s, h: setattr(s, "kept", s.kept * 1.0) or h * s.kept)
+    captured(model)
+    assert torch.equal(model.kept, torch.ones(4))
 
 
 def last_loss(s: Keeper, h: Tensor) -> Tensor:
