@@ -8,6 +8,8 @@ np.sqrt(a.numel() / batch)  as by math.sqrt: numpy asks a size for a method of t
 tables[f"{batch:d}"]        its text with a form: this number from here on, in training, too
 torch.tensor([0] * batch)   as many entries as samples: the list is one of a free length until something asks for more
 if batch == 1:              noted down, though a trace takes for granted that no free size is one
+tables[height]              no key, as ever; whoever goes on without it has a number from here on
+type(height) is int         True, as without a trace
 """
 
 import builtins
@@ -38,7 +40,8 @@ _NOT_USERS = {*sys.stdlib_module_names, *_OF_NUMBERS, "fxpipe", "passes", "cost_
 def sizes_read_plainly() -> Iterator[None]:
     """Inside, modules of models and of their libraries see free sizes as integers, and their text as a number's."""
     with ExitStack() as stack:
-        stack.enter_context(_in_users_modules({"isinstance": _isinstance, "int": _Int, "float": _Float}))
+        functions = {"isinstance": _isinstance, "int": _Int, "float": _Float, "type": _Type}
+        stack.enter_context(_in_users_modules(functions))
         for kind, read in ((torch.SymInt, operator.index), (torch.SymFloat, float)):
             stack.enter_context(private.replaced(kind, "__repr__", _text(vars(kind)["__repr__"], read)))
             stack.enter_context(private.added(kind, {"__format__": _text(object.__format__, read)}))
@@ -83,6 +86,7 @@ def decisions_noted() -> Iterator[None]:
     with ExitStack() as stack:
         for kind, name in ((torch.SymBool, "__bool__"), (torch.SymInt, "__int__"), (torch.SymInt, "__index__")):
             stack.enter_context(private.replaced(kind, name, _noted(vars(kind)[name])))
+        stack.enter_context(private.replaced(torch.SymInt, "__hash__", _no_key(torch.SymInt.__hash__)))
         yield
 
 
@@ -184,14 +188,23 @@ class _StandIn(type):
         return hash(cls.number)
 
 
-class _Int(int, metaclass=_StandIn):
-    pass
+class _KindOf(type):
+    """Of the stand-in for `type`, to which a free size is a number."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return type(*args, **kwargs)
+        kind = type(_LIKE[type(args[0])]) if type(args[0]) in _LIKE else type(args[0])
+        return _STAND_INS.get(kind, kind)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return builtins.isinstance(value, type)
 
 
-class _Float(float, metaclass=_StandIn):
-    pass
-
-
+_Int: Any = _StandIn("int", (int,), {})
+_Float: Any = _StandIn("float", (float,), {})
+_Type: Any = _KindOf("type", (type,), {})
+_STAND_INS = {int: _Int, float: _Float}
 _FREE: dict[type, Callable[[Any], Any]] = {int: torch.sym_int, float: torch.sym_float}
 
 
@@ -235,6 +248,23 @@ def _noted(original: Any) -> Any:
         return found
 
     return decide
+
+
+def _no_key(original: Any) -> Any:
+    """Whoever catches that a size is no key goes another way, unseen: it is a number from here on. einops computes
+    there what it would have kept."""
+
+    def hashed(size: Any) -> int:
+        frame = sys._getframe(1)
+        try:
+            return original(size)  # type: ignore[no-any-return]
+        except TypeError:
+            is_einops = frame.f_globals.get("__name__", "").partition(".")[0] == "einops"
+            if not _is_ours(frame) and not is_einops and not private.sizes.depends_on_values(size):
+                operator.index(size)
+            raise
+
+    return hashed
 
 
 def _is_ours(frame: types.FrameType) -> bool:
