@@ -108,6 +108,39 @@ def test_they_are_filled_and_read(layout: str) -> None:
     assert not any("gathered" in note for note in of.notes)
 
 
+class Turning(nn.Module):
+    def forward(self, x: Tensor, kept: list[Tensor], said: dict[str, Any], more: dict[str, Any]) -> Tensor:
+        kept.append(kept.pop(0))
+        x = x * kept[0][:, None] + said.pop("text", torch.zeros(())).mean()
+        said["done"], more["many"] = True, more.get("many", 0) + 1
+        return x * more["many"]
+
+
+def test_what_is_taken_out_or_changes_places_is_so_for_the_caller() -> None:
+    def call() -> tuple[Any, ...]:
+        said = {"text": noise(2, 3, 8), "first": True}
+        return noise(2, 9, 4), [noise(2, 4, seed=1), noise(2, 4, seed=2)], said, {}
+
+    example = dict(zip(("x", "kept", "said", "more"), call(), strict=True))
+    of = fxpipe.compile_sampler(Turning(), 2, example=example, sample={"x": 1}, cache=False)
+    mine, plain = call(), call()
+    for _ in range(3):
+        require_same([of.predict(*mine), *mine[1]], [Turning()(*plain), *plain[1]])
+        assert [*mine[2]] == [*plain[2]] == ["first", "done"]
+    assert mine[3] == plain[3] == {"many": 3}
+
+
+def test_tensors_of_other_dimensions_are_another_call() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, by: Tensor) -> Tensor:
+            return x * by.mean()
+
+    example = {"x": noise(2, 9, 4), "by": noise(2, 3)}
+    of = fxpipe.compile_sampler(Scaled(), 2, example=example, sample={"x": 1}, cache=False)
+    for by in (noise(2, 3), noise(2, 3, 8), noise(2), noise(1)[0], noise(2, 5)):
+        require_same([of.predict(noise(2, 9, 4), by)], [Scaled()(noise(2, 9, 4), by)])
+
+
 def test_lists_that_are_there_twice_are_refused() -> None:
     of = sampler(patches=2, cfg=1)
     args, given = of.example

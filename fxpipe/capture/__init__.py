@@ -179,10 +179,12 @@ def capture(
 
     def result(output: Any) -> tuple[torch.Tensor, ...]:
         if isinstance(output, Changed) and result_of is loss_of:
-            raise CaptureError(
-                f"forward changes its input {next(iter(output.arguments))} in place; a graph has no effect but its "
-                "result: return the new value"
-            )
+            if output.is_put:
+                raise CaptureError(
+                    f"forward changes its input {next(iter(output.arguments))} in place; a graph has no effect but its "
+                    "result: return the new value"
+                )
+            output = output.output
         found.append(outputs_of(output) if result_of is loss_of else ({}, ()))
         return (result_of(output), *found[-1][0].values())
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxpipe.capture.inputs import is_same
-from fxpipe.capture.trees import apart, flatten, has_attributes, together
+from fxpipe.capture.trees import apart, flatten, has_attributes, placeable, together
 from fxpipe.errors import CompileError
 
 
@@ -27,29 +27,23 @@ class Kept:
 
 @dataclass(frozen=True)
 class Changed:
-    """What forward returns, and of arguments that have something new then all that they are."""
+    """What forward returns, and of arguments that are no longer as they were all that they are; `is_put`: whether
+    something new is there, not only less or in another order."""
 
     output: Any
     arguments: Mapping[str, Any]
+    is_put: bool
 
 
 def called(
     function: Callable[..., Any], signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What a call returns; where it has put something into its arguments, that too. What it only takes out of them it
-    takes out of its own."""
+    """What a call returns; where it has changed what its arguments hold, that too."""
     before, _ = flatten(signature, args, kwargs)
     output = function(*args, **kwargs)
     after, _ = flatten(signature, args, kwargs)
-    held = {(name.partition(".")[0], id(value)) for name, value in before.items()}
-
-    def is_new(name: str, value: Any) -> bool:
-        if name in before and before[name] is not value and not isinstance(value, torch.Tensor):
-            return not is_same(before[name], value)
-        return (name.partition(".")[0], id(value)) not in held
-
-    new = sorted({name.partition(".")[0] for name, value in after.items() if is_new(name, value)})
-    if not new:
+    others = [name for name in {**before, **after} if not _is_kept(name, before, after)]
+    if not others:
         return output
     given = _arguments(signature, args, kwargs)
     kept = {id(value): Kept(name) for name, value in before.items() if isinstance(value, torch.Tensor)}
@@ -57,7 +51,20 @@ def called(
     def marked(value: Any) -> Any:
         return together(pytree.tree_map(lambda leaf: kept.get(id(leaf), leaf), apart(value)))
 
-    return Changed(output, {head: marked(given[head]) for head in new})
+    held = {(_head(name), id(value)) for name, value in before.items()}
+    is_put = any(name in after and (_head(name), id(after[name])) not in held for name in others)
+    return Changed(output, {head: marked(given[head]) for head in sorted(set(map(_head, others)))}, is_put)
+
+
+def _head(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _is_kept(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    if name not in before or name not in after:
+        return False
+    one, other = before[name], after[name]
+    return one is other or (not isinstance(one, torch.Tensor) and is_same(one, other))
 
 
 def put_back(made: Changed, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -86,10 +93,12 @@ def _containers(value: Any) -> Iterator[Any]:
 
 
 def _arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """By name, those that have no parameter of their own too."""
-    bound = signature.bind(*args, **kwargs).arguments
-    rest = [p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-    return {**bound, **bound.get("".join(rest), {})}
+    """By the names that `flatten` gives them."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    names = placeable(signature)
+    by_place = {names[at] if at < len(names) else f"args_{at}": value for at, value in enumerate(bound.args)}
+    return {**by_place, **bound.kwargs}
 
 
 def _put(old: Any, new: Any, named: Mapping[str, Any]) -> Any:

@@ -120,7 +120,8 @@ class InputSpec:
         if tree != self.tree:
             raise CompileError("it is another kind of call")
         shapes = {name: tuple(one.shape) for name, one in named.items() if isinstance(one, torch.Tensor)}
-        if shapes.keys() != set(self.tensor_names):
+        num_dims = {leaf.name: len(leaf.shape) - (leaf.each > 1) for leaf in self.leaves if leaf.is_tensor}
+        if {name: len(shape) for name, shape in shapes.items()} != num_dims:
             raise CompileError("its tensors are other ones")
         here = self.of_shapes(shapes)
         here.bind(args, kwargs, shapes_alone=True)
