@@ -51,7 +51,7 @@ def called(
     def marked(value: Any) -> Any:
         return together(pytree.tree_map(lambda leaf: kept.get(id(leaf), leaf), apart(value)))
 
-    held = {(_head(name), id(value)) for name, value in before.items()}
+    held = {(_head(name), id(value)) for name, value in before.items() if isinstance(value, torch.Tensor)}
     is_put = any(name in after and (_head(name), id(after[name])) not in held for name in others)
     return Changed(output, {head: marked(given[head]) for head in sorted(set(map(_head, others)))}, is_put)
 
