@@ -101,6 +101,8 @@ def when(test: Callable[[int], bool]) -> Middle:
         (when(lambda size: size > 4), False),
         (when(lambda size: size > 9), False),
         (when(lambda size: size % 2 == 0), False),
+        (when(lambda size: isinstance(size, int)), False),
+        (when(lambda size: type(size) is int), False),
     ],
 )
 def test_batch_sizes_that_forward_asks_for(middle: Middle, fixed: bool) -> None:

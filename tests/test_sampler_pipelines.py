@@ -61,16 +61,19 @@ def test_a_pipeline_is_one_devices(key: str) -> None:
     assert error(found, sample(pipe, call, output_type=kind)) <= (1e-6 if key in FLOAT32_LOOPS else 1e-10)
 
 
-def test_two_denoisers_and_a_decoder_that_keeps_state(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_denoisers_and_a_decoder_that_is_given_its_caches(caplog: pytest.LogCaptureFixture) -> None:
     pipe, call = tiny("wan")
-    sampler = fxpipe.compile_sampler(pipe, 2, example=call)
+    sampler = fxpipe.compile_sampler(pipe, 2, example=call, patches=2, cfg=1)
     with caplog.at_level(logging.WARNING):
         found = sample(sampler.pipeline(), call, output_type="pt")
     assert error(found, sample(pipe, call, output_type="pt")) <= 1e-6
     assert sampler.name == "transformer"
     assert list(sampler.others) == ["transformer_2"]
-    assert "runs whole on every rank: " in caplog.text
-    assert "runs whole on every rank: " in str(sampler)
+    assert "runs whole on every rank" not in caplog.text
+    latents = noise(1, 4, 3, 24, 16)
+    with torch.no_grad():
+        spread, alone = (one.vae.decode(latents).sample for one in (sampler.pipeline(), pipe))
+    assert error(spread, alone) <= 1e-12
 
 
 class Remembering(nn.Module):

@@ -1,6 +1,8 @@
 """Numbers that forward reads of its inputs: graphs for the calls that are alike in that."""
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import diffusers
 import pytest
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.capture import export
 from tests.tiny_backbones import VALUE_DEPENDENT
 from tests.tiny_pipelines import noise
 
@@ -93,6 +96,71 @@ def test_masks_that_lengths_are_read_of(name: str, ranks: int) -> None:
     for length in (5, 8):
         given["encoder_attention_mask"] = torch.arange(8)[None] < length
         assert sampler.verify(**given).error < 1e-12
+
+
+def test_lengths_that_are_read_are_free_from_the_second_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[int] = []
+    trace = export._trace
+
+    def counted(*args: Any, **named: Any) -> Any:
+        traces.append(1)
+        return trace(*args, **named)
+
+    monkeypatch.setattr(export, "_trace", counted)
+    torch.manual_seed(0)
+    model = diffusers.Lumina2Transformer2DModel(**VALUE_DEPENDENT["Lumina2Transformer2DModel"]).double().eval()
+    counts, sampler = [], None
+    for length, rows in ((5, 8), (7, 8), (3, 12), (8, 8), (1, 8), (5, 8)):
+        given = {
+            "hidden_states": noise(1, 4, rows, 8), "timestep": torch.tensor([0.3], dtype=torch.float64),
+            "encoder_hidden_states": noise(1, 8, 8), "encoder_attention_mask": torch.arange(8)[None] < length,
+        }  # fmt: skip
+        sampler = sampler or fxpipe.compile_sampler(model, 2, example=given, patches=2, cache=False)
+        del traces[:]
+        with torch.no_grad():
+            wanted = model(**given).sample
+        assert (sampler.predict(**given).sample - wanted).abs().max() <= 1e-10 * wanted.abs().max()
+        counts.append(len(traces))
+    assert counts[:4] == [0, 1, 0, 0]
+    assert counts[4]  # of one token, another trace
+    assert not counts[5]
+
+
+class Lengths(nn.Module):
+    """Goes by numbers of an input, in several ways."""
+
+    def __init__(self, way: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix, self.way = nn.Conv2d(4, 4, 3, padding=1), way
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.mix(x) + self.way(x, mask.sum(1))  # type: ignore[no-any-return]
+
+
+_TABLE = {3: 2.0, 5: 7.0}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda x, n: x * n[0].item() + int(n[1]),
+        lambda x, n: x.sin() if n[0].item() > 3 else x.cos(),
+        lambda x, n: x * _TABLE.get(int(n[0]), 1.0),
+        lambda x, n: x * sum(range(n[0].item())),
+        lambda x, n: x * len(set(n.tolist())) + max(n.tolist()),
+        lambda x, n: x * 2 if isinstance(n[0].item(), int) and type(n[1].item()) is int else x,
+    ],
+)
+def test_nothing_of_a_number_is_kept_for_another(way: Callable[[Tensor, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Lengths(way).double()
+    x, sampler = noise(2, 4, 8, 6), None
+    for lengths in ((3, 5), (4, 6), (5, 3), (2, 2), (7, 1), (0, 4), (3, 5)):
+        call = {"x": x, "mask": torch.arange(9)[None] < torch.tensor(lengths)[:, None]}
+        options: Any = {"example": call, "sample": {"x": 2}, "patches": 2, "cfg": 1, "cache": False}
+        sampler = sampler or fxpipe.compile_sampler(model, 2, **options)
+        with torch.no_grad():
+            torch.testing.assert_close(sampler.predict(**call), model(**call), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.skipif(not hasattr(diffusers, "HunyuanVideo15Transformer3DModel"), reason="diffusers has no such model")

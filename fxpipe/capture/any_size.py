@@ -20,13 +20,16 @@ from fxpipe.capture import Capture, captured_from, private
 from fxpipe.capture.autocasts import written_out
 from fxpipe.capture.export import ResultOf, export_any_size
 from fxpipe.capture.free_sizes import FreeSizes, Numbers
+from fxpipe.capture.guards import Guard
 from fxpipe.capture.inputs import InputSpec
-from fxpipe.capture.known import Given
+from fxpipe.capture.known import Given, size_names
 from fxpipe.capture.same import computation, same_constants
 from fxpipe.capture.sizes import expression
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.errors import CaptureError, CompileError
 
+_MOST_NUMBERS = 32
+"""As many as are left free: more are no lengths, but what forward reads one by one."""
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
@@ -52,13 +55,25 @@ class AnySize:
         if here.batch_size < self.captured.fewest:
             raise CompileError(f"forward has another form with {here.batch_size} samples")
         tensors, _ = here.bind(args, kwargs, shapes_alone=True)
-        if not all(guard.holds(tensors) for guard in self.captured.guards):
-            raise CompileError("forward reads other numbers of its inputs")
+        values = [
+            guard.found(tensors) if guard.sizes or guard.holds(tensors) else None for guard in self.captured.guards
+        ]
         try:
-            numbers = self.free.numbers({leaf.name: leaf.shape for leaf in here.leaves if leaf.is_tensor})
+            return self._at(here, values)
         except CompileError as error:
             raise CompileError(f"{error}{f' ({self.fixed})' if self.fixed else ''}") from None
-        return self._put(here, numbers)
+
+    def _at(self, inputs: InputSpec, values: Sequence[torch.Tensor | None]) -> Capture:
+        """The capture for these sizes, and numbers that forward has read of inputs."""
+        shapes: dict[str, tuple[int, ...]] = {leaf.name: leaf.shape for leaf in inputs.leaves if leaf.is_tensor}
+        guards = list[Guard]()
+        for guard, value in zip(self.captured.guards, values, strict=True):
+            sizes = None if value is None else guard.sizes_of(value) if guard.sizes else {}
+            if value is None or sizes is None:
+                raise CompileError("forward reads other numbers of its inputs")
+            guards.append(replace(guard, value=value, sizes=()))
+            shapes |= sizes
+        return replace(self._put(inputs, self.free.numbers(shapes)), guards=tuple(guards))
 
     def _put(self, inputs: InputSpec, numbers: Numbers) -> Capture:
         sizes = {one: number for one, number in numbers.items() if one not in self.captured.batch}
@@ -68,23 +83,25 @@ class AnySize:
 
     def require_equal(self, other: Capture) -> None:
         """Raise CaptureError unless, at that capture's sizes, this is the same computation."""
-        shapes = {leaf.name: leaf.shape for leaf in other.inputs.leaves if leaf.is_tensor}
+        if len(self.captured.guards) != len(other.guards):
+            raise CaptureError("forward reads other numbers of its inputs where sizes are free")
         try:
-            same = self._put(other.inputs, self.free.numbers(shapes))
+            same = self._at(other.inputs, [guard.value for guard in other.guards])
         except CompileError as error:
             raise CaptureError(str(error)) from None
         size = other.inputs.batch_size
-        mine, theirs = (computation(one.graph, size, one.tensors) for one in (same, other))
+        mine, theirs = (computation(one.graph, size, one.tensors, _scalars(one)) for one in (same, other))
         for one, two in zip_longest(mine, theirs):
             if one != two:
                 raise CaptureError(f"forward is another one where sizes are free: {one}, where they are not {two}")
-        if not same_constants(same.constants, other.constants):
+        if not same_constants(*(_but_scalars(one.constants) for one in (same, other))):
             raise CaptureError("forward makes other constants where sizes are free")
 
 
 def capture_any_size(
     model: nn.Module,
     captured: Capture,
+    inputs: InputSpec,
     examples: Sequence[torch.Tensor],
     result_of: ResultOf,
     wanted: Mapping[str, int],
@@ -94,7 +111,8 @@ def capture_any_size(
     """Trace `model` again, sizes free.
 
     Args:
-        captured: of the same call, its sizes numbers.
+        captured: of a call that differs in sizes alone, its sizes numbers.
+        inputs: those of the call to trace.
         examples: its tensors in order.
         wanted: inputs with a dimension that should be free.
 
@@ -104,27 +122,59 @@ def capture_any_size(
     if captured.draws:
         raise CaptureError("forward draws random numbers")
     any_batch = bool(captured.batch)
+    numbers = _numbers_read(captured.guards, given)
     with torch.no_grad():
-        exported = export_any_size(model, captured.inputs, examples, result_of, any_batch, surroundings, given)
+        exported = export_any_size(model, inputs, examples, result_of, any_batch, surroundings, given, numbers)
     placeholders = exported.graph.find_nodes(op="placeholder")
     kinds = exported.program.graph_signature.input_specs
     of_user = torch.export.graph_signature.InputKind.USER_INPUT
     values = [n.meta["val"] for n, spec in zip(placeholders, kinds, strict=True) if spec.kind is of_user]
     private.sizes.still_guarded(values)
     traced = captured_from(model, exported)
-    traced = replace(traced, graph=written_out(traced.graph))
-    inputs = dict(zip(captured.inputs.tensor_names, values, strict=True))
-    free = FreeSizes.of(inputs, traced.batch)
+    traced = replace(traced, graph=written_out(traced.graph), inputs=inputs)
+    sizes = dict(zip(exported.inputs.tensor_names, values, strict=True))
+    free = FreeSizes.of(sizes, traced.batch)
     fixed: str | None = None
     for name, dim in wanted.items():
         if not free.shapes[name][dim].free_symbols:
-            place = private.sizes.place_of_number(inputs[name], dim)
+            place = private.sizes.place_of_number(sizes[name], dim)
             fixed = f"forward makes dimension {dim} of its input {name} a number, {place}"
     if fixed is not None and free.bounds.keys() <= {*free.batch}:
         raise CaptureError(fixed)
     found = AnySize(traced, free, fixed)
     found.require_equal(captured)
     return found
+
+
+def _scalars(captured: Capture) -> dict[fx.Node, str]:
+    """Tensors that are one number, which forward has written somewhere: a constant, or made of a size."""
+    known: dict[fx.Node, str] = {}
+    for node in captured.graph.nodes:
+        constant = captured.constants.get(node.name) if node.op == "placeholder" else None
+        if constant is not None and _is_scalar(constant):
+            known[node] = f"{constant.item()!r} {constant.dtype}"
+        elif node.target is torch.ops.aten.scalar_tensor.default and type(node.args[0]) in _KINDS.values():
+            known[node] = f"{node.args[0]!r} {node.meta['val'].dtype}"
+    return known
+
+
+def _but_scalars(constants: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: one for name, one in constants.items() if not _is_scalar(one)}
+
+
+def _is_scalar(constant: torch.Tensor) -> bool:
+    return not constant.ndim and not constant.is_meta
+
+
+def _numbers_read(guards: Sequence[Guard], given: Given | None) -> dict[str, int]:
+    """What forward reads of inputs that may be free sizes, by name."""
+    found: dict[str, int] = {}
+    for place, guard in enumerate(guards if given is not None else ()):
+        value = guard.found(given.values) if guard.are_sizes and given is not None else None
+        if value is not None:
+            entries = zip(size_names(place, value), value.flatten().tolist(), strict=True)
+            found |= {name: number for name, number in entries if name is not None}
+    return found if len(found) <= _MOST_NUMBERS else {}
 
 
 def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
@@ -175,4 +225,8 @@ def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
         env[node] = private.create_node(new, node.op, node.target, args, kwargs, node.name)
         env[node].meta.update({**node.meta, "val": value} if "val" in node.meta else node.meta)
+    new.eliminate_dead_code()  # of what only gave sizes
+    for node in new.find_nodes(op="placeholder"):
+        if not node.users and "input" in node.meta:
+            new.erase_node(node)
     return new

@@ -55,7 +55,7 @@ def cached_call(
         surroundings: the autocast that the call is inside of, if any.
         given: what forward may read of its inputs, if it must.
         free: where it is traced again with free sizes, inputs with a dimension that should be; None where it is not.
-        known: the same call, traced at its own sizes, if it has been.
+        known: the same call, or one of other sizes, traced at its own, if it has been.
 
     Raises:
         CaptureError: the model cannot be captured as one graph.
@@ -71,7 +71,7 @@ def cached_call(
         call = known or _of_its_sizes(model, inputs, examples, surroundings, given)
         if free is None:
             return call
-        return replace(call, any_size=_of_any_size(model, call, examples, free, surroundings, given))
+        return replace(call, any_size=_of_any_size(model, call, inputs, examples, free, surroundings, given))
 
     around = () if surroundings is None else surroundings.digest
     purpose = ("call", "one size" if free is None else f"any size of {sorted(free.items())}", *around)
@@ -104,6 +104,7 @@ def _of_its_sizes(
 def _of_any_size(
     model: nn.Module,
     known: CapturedCall,
+    inputs: InputSpec,
     examples: Sequence[torch.Tensor],
     wanted: Mapping[str, int],
     surroundings: Surroundings | None,
@@ -113,7 +114,7 @@ def _of_any_size(
     found: list[Returned] = []
     needed = given if known.captured.guards else None
     try:
-        made = capture_any_size(model, known.captured, examples, _noting(found), wanted, surroundings, needed)
+        made = capture_any_size(model, known.captured, inputs, examples, _noting(found), wanted, surroundings, needed)
     except CaptureError as error:
         return str(error)
     if any(map(private.sizes.is_traced_number, found[0].leaves)):

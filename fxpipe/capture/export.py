@@ -7,7 +7,7 @@
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -71,13 +71,16 @@ class Step(nn.Module):
         self.surroundings = surroundings
         self.given = given or Given()
         self._inputs, self._result_of, self._one_batch = inputs, result_of, one_batch
+        self.sizes: Sequence[str] = ()
         self.written: list[Written] = []
 
-    def forward(self, *leaves: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def forward(self, *given: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        count = len(given) - len(self.sizes)
+        leaves, sizes = given[:count], dict(zip(self.sizes, given[count:], strict=True))
         batched = [t for t, leaf in zip(leaves, _tensors(self._inputs), strict=True) if leaf.batched]
         for tensor in batched[1:] if self._one_batch else ():
             torch._check(tensor.shape[0] == batched[0].shape[0])
-        forward_begins(dict(zip(self._inputs.tensor_names, leaves, strict=True)))
+        forward_begins(dict(zip(self._inputs.tensor_names, leaves, strict=True)), sizes)
         args, kwargs = self._inputs.rebuild(leaves)
         with buffers_kept(self.model), state_written(self.model, leaves, self.written):
             with nullcontext() if self.surroundings is None else self.surroundings.autocast():
@@ -157,16 +160,23 @@ def export_any_size(
     any_batch: bool,
     surroundings: Surroundings | None,
     given: Given | None,
+    numbers: Mapping[str, int],
 ) -> Exported:
-    """Trace `model` with every size of its inputs free, as far as forward leaves it so.
+    """Trace `model` with every size of its inputs free, as far as forward leaves it so, and `numbers` that it reads.
+    They are sizes of further inputs, with these names, after all others.
 
     Raises:
         CaptureError: forward fails so.
     """
     size = _free_size(model, inputs) if any_batch else inputs.batch_size
     step = Step(model, inputs, result_of, True, surroundings, given)
+    step.sizes = [*numbers]
+    shaped = _resized(model, inputs, examples, size)
+    places = [torch.empty(number, dtype=torch.bool, device=shaped[0].device) for number in numbers.values()]
+    leaves = [Leaf(name, True, False, (number,), torch.bool, None) for name, number in numbers.items()]
+    inputs = replace(inputs, leaves=(*inputs.leaves, *leaves))
     with sizes_read_plainly(), private.sizes.general_sizes():
-        program = _trace(step, inputs, _resized(model, inputs, examples, size), any_batch, any_size=True)
+        program = _trace(step, inputs, (*shaped, *places), any_batch, any_size=True)
     if any_batch and (fault := private.sizes.dynamic_fault(_batched_values(program, inputs), inputs.batch_size)):
         raise CaptureError(fault)
     return _flat(program, inputs, None if any_batch else "it was so before")

@@ -17,15 +17,23 @@ from fxpipe.capture import private
 
 @dataclass(frozen=True, eq=False)
 class Guard:
-    """`computed` of the named inputs is `value`; or is zero where that is, of a truth value."""
+    """`computed` of the named inputs is `value`; or is zero where that is, of a truth value.
+
+    `are_sizes`: whole numbers that a trace may leave free; where one has, `sizes` are their names, entry by entry, None
+    of those that must be as they are.
+    """
 
     computed: fx.GraphModule
     inputs: tuple[str, ...]
     value: torch.Tensor
     is_truth: bool
+    are_sizes: bool = False
+    sizes: tuple[str | None, ...] = ()
 
     @staticmethod
-    def of(node: fx.Node, values: Mapping[fx.Node, Any], inputs: Mapping[fx.Node, str], is_truth: bool) -> "Guard":
+    def of(
+        node: fx.Node, values: Mapping[fx.Node, Any], inputs: Mapping[fx.Node, str], is_truth: bool, are_sizes: bool
+    ) -> "Guard":
         """Of a node, from the `values` of what it is made of, in the order they were computed."""
         root, graph, env = nn.Module(), fx.Graph(), dict[fx.Node, Any]()
         anew = any(map(private.writes, values))  # what is written to must be made at every call
@@ -41,19 +49,35 @@ class Guard:
                 env[one] = graph.call_function(one.target, *on_host((args, kwargs)))  # type: ignore[arg-type]
         graph.output(env[node])
         names = tuple(inputs[one] for one in values if one in inputs)
-        return Guard(fx.GraphModule(root, graph), names, values[node].detach().clone(), is_truth)
+        return Guard(fx.GraphModule(root, graph), names, values[node].detach().clone(), is_truth, are_sizes)
 
     def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether it does for a call's tensors; not where they hold no values, or have sizes that it is not for."""
+        found = self.found(tensors)
+        if found is None or self.is_truth:
+            return found is not None and bool(found) == bool(self.value)
+        return torch.equal(found, self.value)
+
+    def found(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """What it is of a call's tensors."""
         given = [tensors[name] for name in self.inputs]
         if any(one.is_meta or private.mode_of(one) is not None for one in given):
-            return False
+            return None
         try:
             with torch.no_grad():
-                found = self.computed(*(one.detach().cpu() for one in given))
+                found: torch.Tensor = self.computed.forward(*(one.detach().cpu() for one in given))
         except (RuntimeError, IndexError):  # of tensors of another size
-            return False
-        return bool(found) == bool(self.value) if self.is_truth else torch.equal(found, self.value)
+            return None
+        return found
+
+    def sizes_of(self, value: torch.Tensor) -> dict[str, tuple[int]] | None:
+        """The free sizes by name where it is that; None where what is not free is another."""
+        if value.shape != self.value.shape or value.dtype != self.value.dtype:
+            return None
+        pairs = list(zip(self.sizes, self.value.flatten().tolist(), value.flatten().tolist(), strict=True))
+        if any(name is None and one != other for name, one, other in pairs):
+            return None
+        return {name: (other,) for name, _, other in pairs if name is not None}
 
 
 def on_host(arguments: Any) -> Any:

@@ -14,7 +14,7 @@ uniform = rand(1)             if uniform > 0.0            True: no draw decides 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,7 +44,8 @@ class Given:
 class NumbersRead:
     """What forward has read as numbers so far: `read` of the model, and of inputs, as `guards` say.
 
-    `names` and `inputs` are those of buffers and inputs by the names of the trace's placeholders.
+    `names` and `inputs` are those of buffers and inputs by the names of the trace's placeholders. `sizes`: tensors by
+    name that are as long as numbers to be read, in a trace that leaves these free.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class NumbersRead:
     guards: list[Guard] = field(default_factory=list)
     names: Mapping[str, str] = field(default_factory=dict)
     inputs: Mapping[str, str] = field(default_factory=dict)
+    sizes: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 _NUMBERS = (bool, int, float)
@@ -72,8 +74,9 @@ def numbers_read(model: nn.Module, given: Given) -> Iterator[NumbersRead]:
         _held.reset(token)
 
 
-def value_of(tensor: torch.Tensor, is_truth: bool = False) -> torch.Tensor | None:
-    """What a traced tensor holds where that is known; `is_truth` where only whether it is zero is asked for."""
+def value_of(tensor: torch.Tensor, is_truth: bool = False, are_sizes: bool = False) -> torch.Tensor | None:
+    """What a traced tensor holds where that is known; `is_truth` where only whether it is zero is asked for,
+    `are_sizes` where whole numbers are that a trace may leave free."""
     held = _held.get()
     if held is not None and private.is_plain(tensor):
         _note(held, {_name_of(held, tensor): tensor})
@@ -93,7 +96,7 @@ def value_of(tensor: torch.Tensor, is_truth: bool = False) -> torch.Tensor | Non
     if asked:
         by_node = {node: inputs[node.name] for node in found.values if node.name in inputs}
         with private.outside_trace(), private.outside_fakes(), no_autocast():
-            guard = Guard.of(found.node, found.values, by_node, is_truth)
+            guard = Guard.of(found.node, found.values, by_node, is_truth, are_sizes)
             if not guard.holds(held.given.values):  # as of what an autocast computes, which no later call is in
                 return None
         held.guards.append(guard)
@@ -101,9 +104,10 @@ def value_of(tensor: torch.Tensor, is_truth: bool = False) -> torch.Tensor | Non
     return found.value
 
 
-def forward_begins(leaves: Mapping[str, torch.Tensor]) -> None:
+def forward_begins(leaves: Mapping[str, torch.Tensor], sizes: Mapping[str, torch.Tensor]) -> None:
     """With these inputs, by name: later they may be the results of what leaves a tensor as it is, as casts may."""
     if (held := _held.get()) is not None:
+        held.sizes = dict(sizes)
         held.names = _by_node(dict(held.model.named_buffers()))
         held.inputs = _by_node({name: leaf for name, leaf in leaves.items() if name in held.given.values})
 
@@ -129,11 +133,40 @@ def _name_of(held: NumbersRead, tensor: torch.Tensor) -> str:
 
 
 def _read(func: Any, tensor: torch.Tensor, *args: Any) -> Any:
-    value = value_of(tensor, is_truth=func is torch.Tensor.__bool__)
+    held, are_sizes = _held.get(), func in _SIZES and tensor.dtype in (torch.int32, torch.int64)
+    before = len(held.guards) if held is not None else 0
+    value = value_of(tensor, is_truth=func is torch.Tensor.__bool__, are_sizes=are_sizes)
     if value is None:
         return func(tensor, *args)
     with private.outside_trace(), private.outside_fakes():
-        return func(value, *args)
+        found = func(value, *args)
+    is_number = func is torch.Tensor.__int__  # which Python wants
+    if held is None or not are_sizes or is_number or not held.sizes or len(held.guards) == before:
+        return found
+    return _free(held, found)
+
+
+def size_names(place: int, value: torch.Tensor) -> list[str | None]:
+    """Of the entries of a guard's value, by its place among all; None where one is none: of a single one, or none."""
+    numbers = enumerate(value.flatten().tolist())
+    return [f"number {entry} of {place}" if number > 1 else None for entry, number in numbers]
+
+
+def _free(held: NumbersRead, found: Any) -> Any:
+    """Numbers just read, as the sizes that stand for them."""
+    guard = held.guards[-1]
+    with private.outside_trace(), private.outside_fakes():
+        names = size_names(len(held.guards) - 1, guard.value)
+    held.guards[-1] = replace(guard, sizes=tuple(name if name in held.sizes else None for name in names))
+    entries = iter(held.guards[-1].sizes)
+
+    def freed(number: Any) -> Any:
+        if isinstance(number, list):
+            return [freed(one) for one in number]
+        name = next(entries)
+        return number if name is None else held.sizes[name].shape[0]
+
+    return freed(found)
 
 
 def _formatted(func: Any, tensor: torch.Tensor, form: str) -> Any:
@@ -235,6 +268,7 @@ def _taken(func: Any, tensor: torch.Tensor, index: Any, *values: Any) -> Any:
     return func(tensor, tuple(found), *values)
 
 
+_SIZES = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__int__)
 KNOWN: Table = {
     **dict.fromkeys(
         (

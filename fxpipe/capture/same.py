@@ -73,6 +73,9 @@ def _as_it_is(node: fx.Node, shape: Any, batch_size: int) -> fx.Node | None:
     """The argument that an operation gives as it is: rows of all, a padding of none, all rows written."""
     if node.target in _AS_IT_IS:
         return node.args[0]  # type: ignore[return-value]
+    if node.target in _TO_SHAPE:
+        whole: Any = node.args[0]
+        return whole if shape == tuple(concrete(whole.meta["val"].shape, batch_size)) else None
     if node.target is aten.pad.default:
         return None if any(_number(one, batch_size) for one in node.args[1]) else node.args[0]  # type: ignore
     if node.target not in (aten.slice.Tensor, aten.slice_scatter.default):

@@ -2,6 +2,8 @@
 
 isinstance(height, int)     True, as without a trace
 int(a.shape[1] ** 0.5)      a size as well, where all are free
+len(set(lengths))           as many as differ, where lengths are free
+len(set(lengths))           as many as differ, where lengths are free
 tables[f"{height}"]         its text is that of one number: the size is this number from here on
 len(images)                 free as well, though Python has every length an integer
 np.sqrt(a.numel() / batch)  as by math.sqrt: numpy asks a size for a method of that name
@@ -40,7 +42,7 @@ _NOT_USERS = {*sys.stdlib_module_names, *_OF_NUMBERS, "fxpipe", "passes", "cost_
 def sizes_read_plainly() -> Iterator[None]:
     """Inside, modules of models and of their libraries see free sizes as integers, and their text as a number's."""
     with ExitStack() as stack:
-        functions = {"isinstance": _isinstance, "int": _Int, "float": _Float, "type": _Type}
+        functions = {"isinstance": _isinstance, "int": _Int, "float": _Float, "set": _Set, "type": _Type}
         stack.enter_context(_in_users_modules(functions))
         for kind, read in ((torch.SymInt, operator.index), (torch.SymFloat, float)):
             stack.enter_context(private.replaced(kind, "__repr__", _text(vars(kind)["__repr__"], read)))
@@ -50,19 +52,18 @@ def sizes_read_plainly() -> Iterator[None]:
 
 @contextmanager
 def builtins_watched(model: nn.Module, lengths: Mapping[int, Any]) -> Iterator[None]:
-    """Inside, the length of a tensor is its size in models' modules, or one of those known by id, and the largest of
-    its entries one of them; what is repeated a free number of times is a `Repeated`; iterators that the model keeps
-    have no next."""
+    """Inside, in models' modules: free sizes are of the type of numbers; the length of a tensor is its size, or one of
+    those known by id, and the largest of its entries one of them; what is repeated a free number of times is a
+    `Repeated`; iterators that the model keeps have no next."""
     with ExitStack() as stack:
         for kind in (torch.SymInt, torch.SymFloat):
             stack.enter_context(private.added(kind, _NUMBERS))
         for name in ("__mul__", "__rmul__"):
             stack.enter_context(private.replaced(torch.SymInt, name, _repeating(vars(torch.SymInt)[name])))
         # Export gives max and min of a tensor, their only argument, to torch.maximum.
-        of_entries = {name: partial(_of_entries, name) for name in ("max", "min")}
-        stack.enter_context(
-            _in_users_modules({"len": partial(_len, lengths), "next": _next_but_of(model), **of_entries})
-        )
+        functions: dict[str, Any] = {name: partial(_of_entries, name) for name in ("max", "min")}
+        functions |= {"len": partial(_len, lengths), "next": _next_but_of(model)}
+        stack.enter_context(_in_users_modules({**functions, "isinstance": _isinstance, "type": _PlainType}))
         yield
 
 
@@ -165,47 +166,73 @@ def _isinstance(value: Any, kinds: Any) -> bool:
 
 
 class _StandIn(type):
-    """Of a type of numbers' stand-in, to which free sizes belong, and which leaves them free."""
+    """Of a builtin type's stand-in, to which free sizes belong, and which leaves them free."""
 
     @property
-    def number(cls) -> type:
+    def builtin(cls) -> type:
         return cls.__mro__[1]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        is_free = len(args) == 1 and not kwargs and type(args[0]) in (torch.SymInt, torch.SymFloat)
-        return _FREE[cls.number](args[0]) if is_free else cls.number(*args, **kwargs)
+        found = _FREE[cls.builtin](args[0]) if len(args) == 1 and not kwargs else None
+        return cls.builtin(*args, **kwargs) if found is None else found
 
     def __instancecheck__(cls, value: Any) -> bool:
-        return _isinstance(value, cls.number)
+        return _isinstance(value, cls.builtin)
 
     def __subclasscheck__(cls, kind: Any) -> bool:
-        return issubclass(kind, cls.number)
+        return issubclass(kind, cls.builtin)
 
     def __eq__(cls, kind: Any) -> bool:
-        return kind is cls or kind is cls.number
+        return kind is cls or kind is cls.builtin
 
     def __hash__(cls) -> int:
-        return hash(cls.number)
+        return hash(cls.builtin)
 
 
 class _KindOf(type):
-    """Of the stand-in for `type`, to which a free size is a number."""
+    """Of a stand-in for `type`, to which a free size is a number: of a type that may have a stand-in, too."""
+
+    stand_ins: Mapping[type, type]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
             return type(*args, **kwargs)
         kind = type(_LIKE[type(args[0])]) if type(args[0]) in _LIKE else type(args[0])
-        return _STAND_INS.get(kind, kind)
+        return cls.stand_ins.get(kind, kind)
 
     def __instancecheck__(cls, value: Any) -> bool:
         return builtins.isinstance(value, type)
 
 
+def _integer(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _integer(value.item())  # which may be free
+    if type(value) is torch.SymFloat:
+        return torch.sym_int(value)
+    return value if type(value) is torch.SymInt else None
+
+
+def _distinct(values: Any) -> Any:
+    """Those of a list with free sizes that differ from those before; None of any other."""
+    if type(values) not in (list, tuple) or not any(type(one) is torch.SymInt for one in values):
+        return None
+    found = list[Any]()
+    for one in values:
+        if one not in found:  # decided by what they are
+            found.append(one)
+    return tuple(found)
+
+
 _Int: Any = _StandIn("int", (int,), {})
 _Float: Any = _StandIn("float", (float,), {})
-_Type: Any = _KindOf("type", (type,), {})
-_STAND_INS = {int: _Int, float: _Float}
-_FREE: dict[type, Callable[[Any], Any]] = {int: torch.sym_int, float: torch.sym_float}
+_Set: Any = _StandIn("set", (set,), {})
+_Type: Any = _KindOf("type", (type,), {"stand_ins": {int: _Int, float: _Float, set: _Set}})
+_PlainType: Any = _KindOf("type", (type,), {"stand_ins": {}})
+_FREE: dict[type, Callable[[Any], Any]] = {
+    int: _integer,
+    float: lambda value: torch.sym_float(value) if type(value) is torch.SymInt else None,
+    set: _distinct,
+}
 
 
 def _as_number(function: Callable[..., float]) -> Callable[..., float]:

@@ -144,7 +144,8 @@ class Spread:
     def _tell_of_numbers(self, new: Traced) -> None:
         """Say which number is another one for the third time, with all else the same: every one is a graph of its
         own."""
-        known = [name for one in self._known.traced if (name := _other_number(one, new)) is not None]
+        others = [one for one in self._known.traced if one.sized is None] if new.sized is None else []
+        known = [name for one in others if (name := _other_number(one, new)) is not None]
         for name in {name for name in known if known.count(name) == _MANY_NUMBERS}:
             _log.warning(
                 "%s: input %s is a number, traced and compiled anew for every value, and no displaced step follows one "

@@ -61,7 +61,7 @@ class Traced:
 
     def is_but_for_sizes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a trace with free sizes may do for a call for which this one, which has none, does not."""
-        if self.any_size is not None or self.sized is not None or self.captured.guards:
+        if self.any_size is not None or self.sized is not None:
             return False
         try:
             other = self.captured.inputs.of_other_sizes(args, kwargs)
@@ -69,6 +69,14 @@ class Traced:
             return False
         leaves = zip(self.captured.inputs.leaves, other.leaves, strict=True)
         pairs = [pair for one, two in leaves for pair in list(zip(one.shape, two.shape, strict=True))[one.batched :]]
+        tensors, _ = other.bind(args, kwargs, shapes_alone=True)
+        for guard in self.captured.guards:
+            found = guard.found(tensors)
+            if found is None or found.shape != guard.value.shape or not (guard.are_sizes or guard.holds(tensors)):
+                return False
+            pairs += (
+                zip(guard.value.flatten().tolist(), found.flatten().tolist(), strict=True) if guard.are_sizes else ()
+            )
         others = [pair for pair in pairs if pair[0] != pair[1]]
         return bool(others) and all(min(pair) > 1 for pair in others)  # a size of one is another trace
 

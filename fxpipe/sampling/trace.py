@@ -116,10 +116,14 @@ class Tracing:
     ) -> None:
         """Trace a graph's call again with free sizes, as another such call needs it; its tensors are on the devices."""
         captured, known = traced.captured, CapturedCall(traced.captured, traced.returned, None)
-        tensors, _ = captured.inputs.of_other_sizes(args, kwargs).bind(args, kwargs, shapes_alone=True)
+        other = captured.inputs.of_other_sizes(args, kwargs)
+        tensors, _ = other.bind(args, kwargs, shapes_alone=True)
+        reads = bool(captured.guards)  # numbers of this call, whose sizes they may go by
         with torch.inference_mode(False), _sampling(module):
-            examples = [tensors[name] for name in captured.inputs.tensor_names]
-            call = cached_call(module, captured.inputs, examples, traced.rows, self.cache, around, known=known)
+            tensors = {name: one.clone() if one.is_inference() else one for name, one in tensors.items()}
+            given, inputs = (_given(tensors, traced.rows), other) if reads else (None, captured.inputs)
+            examples = [tensors[name] for name in inputs.tensor_names]
+            call = cached_call(module, inputs, examples, traced.rows, self.cache, around, given, known)
         traced.any_size = call.any_size
 
     def resized(self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
