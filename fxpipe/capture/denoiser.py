@@ -71,7 +71,8 @@ def cached_call(
         call = known or _of_its_sizes(model, inputs, examples, surroundings, given)
         if free is None:
             return call
-        return replace(call, any_size=_of_any_size(model, call, inputs, examples, free, surroundings, given))
+        at = call.captured.inputs if known is None else inputs
+        return replace(call, any_size=_of_any_size(model, call, at, examples, free, surroundings, given))
 
     around = () if surroundings is None else surroundings.digest
     purpose = ("call", "one size" if free is None else f"any size of {sorted(free.items())}", *around)

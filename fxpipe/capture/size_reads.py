@@ -3,7 +3,6 @@
 isinstance(height, int)     True, as without a trace
 int(a.shape[1] ** 0.5)      a size as well, where all are free
 len(set(lengths))           as many as differ, where lengths are free
-len(set(lengths))           as many as differ, where lengths are free
 tables[f"{height}"]         its text is that of one number: the size is this number from here on
 len(images)                 free as well, though Python has every length an integer
 np.sqrt(a.numel() / batch)  as by math.sqrt: numpy asks a size for a method of that name
@@ -202,6 +201,9 @@ class _KindOf(type):
 
     def __instancecheck__(cls, value: Any) -> bool:
         return builtins.isinstance(value, type)
+
+    def __subclasscheck__(cls, kind: Any) -> bool:
+        return issubclass(kind, type)
 
 
 def _integer(value: Any) -> Any:
