@@ -15,6 +15,7 @@ import fxpipe
 from fxpipe.capture.inputs import is_time
 from fxpipe.errors import CompileError, RunError
 from fxpipe.models.backbones import prediction_of
+from fxpipe.plan.sample_grid import Grid
 from fxpipe.run.patched import Patched
 from fxpipe.run.sampling import BoundProgram, LocalRun
 from fxpipe.sampler import Sampler
@@ -89,7 +90,7 @@ def test_where_nothing_moves_it_is_exact_and_stages_change_no_bit(key: str) -> N
     assert all(1e-6 < error(f, e) < 0.2 for f, e in zip(found[2:], exact[2:], strict=True))
     assert equal(found, sampled(line, steps, step=laid_out(line, 1, stages=1)))
     fold = laid_out(line, 6, stages=3, fold=True, cfg=2)
-    assert str(fold.grid) == "2 x 3 x 3"
+    assert fold.grid == Grid(2, 1, 3, 3)
     assert equal(found, sampled(line, steps, step=fold))
 
 
@@ -99,7 +100,7 @@ def test_so_it_is_where_stages_have_ranks_beside_each_other(key: str, norms: str
     lowering: Any = line.denoiser.lowering
     how = replace(lowering.request.how, norms=norms)
     wide = laid_out(line, 4, stages=2, cfg=1, patches=4, how=how)
-    assert str(wide.grid) == "1 x 2 x 2 x 2"
+    assert wide.grid == Grid(1, 2, 2, 2)
     with torch.no_grad():
         wanted = prediction_of(line.denoiser.module(**line.example[1]))
     assert max(error(found, wanted) for found in sampled(line, moving(line, still=True), step=wide)) <= KEYS[key]
@@ -111,7 +112,7 @@ def test_so_it_is_where_stages_have_ranks_beside_each_other(key: str, norms: str
     assert all(1e-6 < error(f, e) < 0.5 for f, e in zip(found[2:], exact[2:], strict=True))
     if key in (UNET, "SanaTransformer2DModel") and norms == "merged":
         fold = laid_out(line, 12, stages=3, fold=True, cfg=2, patches=4, how=how)
-        assert str(fold.grid) == "2 x 3 x 2 x 2"
+        assert fold.grid == Grid(2, 2, 3, 2)
         assert equal(found, sampled(line, steps, step=fold))
 
 
@@ -298,7 +299,7 @@ def test_processes_overlap_their_steps_and_give_what_threads_give(world_size: in
 
 def test_messages_are_those_of_a_fresh_step() -> None:
     sampler = piped()
-    assert str(sampler.grid) == "1 x 2 x 3"
+    assert sampler.grid == Grid(1, 1, 2, 3)
     hidden = [m for m in sampler.step.messages_of["displaced"] if m.kind in ("main", "skip")]
     assert {message.microbatch for message in hidden} == set(range(2 * 3))
     displaced, fresh = sampler.step.messages_of["displaced"], sampler.step.messages
