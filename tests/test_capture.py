@@ -493,6 +493,13 @@ def written(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h * float(table[0]) + before.item()
 
 
+def written_from_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    table = torch.zeros_like(s.scale)
+    table += s.scale
+    table[1:] = 2 * s.scale[1:]
+    return h * table[0].item() * float(table[2])
+
+
 @pytest.mark.parametrize(
     "middle",
     [
@@ -504,6 +511,7 @@ def written(s: Step, h: Tensor, y: Tensor) -> Tensor:
         lambda s, h, y: s.drop(h) if torch.rand(1) > 0.0 else h,
         lambda s, h, y: s.drop(h) if torch.rand(1) < 0.0 else h,
         written,
+        written_from_buffer,
     ],
 )  # fmt: skip
 def test_numbers_that_are_known_are_read(middle: Middle) -> None:

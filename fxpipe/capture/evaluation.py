@@ -56,8 +56,8 @@ def _with_writes(node: fx.Node) -> list[fx.Node]:
         if one not in needed:
             needed.add(one)
             pending += one.all_input_nodes
-            same = reached([one], lambda of: [user for user in of.users if private.may_alias(user.target)])
-            written = [user for of in same for user in of.users if private.writes(user)]
+            same = reached([one], lambda of: [user for user in of.users if private.shares_memory(user, of)])
+            written = [of for of in same if private.writes(of)]
             if written and one.op != "call_function":
                 raise _Unknown
             pending += written

@@ -62,6 +62,16 @@ def may_alias(target: Any) -> bool:
     return schema is None or any(r.alias_info is not None for r in schema.returns) or target is operator.getitem
 
 
+def shares_memory(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether an operation's result may share memory with one of its operands, or it writes there."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return True
+    given = arguments(node)
+    shared = [given.get(argument.name) for argument in schema.arguments if argument.alias_info is not None]
+    return any(operand is one or (isinstance(one, list | tuple) and operand in one) for one in shared)
+
+
 def packet_name(target: Any) -> str:
     """An ATen operation's name without its overload; empty for anything else."""
     return str(getattr(getattr(target, "overloadpacket", None), "__name__", ""))
