@@ -383,6 +383,11 @@ def fraction(x: Tensor, net: Forward) -> Tensor:
     return x / x.shape[2] + (x.shape[2] * x.shape[3]) / 7 + x.shape[2] % 5
 
 
+def fraction_of_fraction(x: Tensor, net: Forward) -> Tensor:
+    """Of 18 it is 53, not the 54 of 18 * 3.0."""
+    return x * int(x.shape[2] * 0.3 * 10)
+
+
 def plain_tensor(x: Tensor, net: Forward) -> Tensor:
     return x + net.rows[: x.shape[2]].sum()
 
@@ -409,9 +414,13 @@ def lists(x: Tensor, net: Forward) -> Tensor:
 
 WAYS = (
     branch, branch_of_integers, branch_of_types, by_text, by_text_of_a_form, by_sizes,
-    by_sizes_if_they_are_keys, tensor_of_sizes, root, numpys_root, fraction, plain_tensor, middle, kept, squares, lists,
+    by_sizes_if_they_are_keys, tensor_of_sizes, root, numpys_root, fraction, fraction_of_fraction, plain_tensor,
+    middle, kept, squares, lists,
 )  # fmt: skip
-FREE = {branch, branch_of_integers, branch_of_types, root, numpys_root, fraction, plain_tensor, middle, kept, squares}
+FREE = {
+    branch, branch_of_integers, branch_of_types, root, numpys_root, fraction, fraction_of_fraction, plain_tensor,
+    middle, kept, squares,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS)

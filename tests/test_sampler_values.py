@@ -148,6 +148,9 @@ _TABLE = {3: 2.0, 5: 7.0}
         lambda x, n: x * _TABLE.get(int(n[0]), 1.0),
         lambda x, n: x * sum(range(n[0].item())),
         lambda x, n: x * len(set(n.tolist())) + max(n.tolist()),
+        lambda x, n: x * next(iter(set(n.tolist()))) + (set(n.tolist()) == {4, 6}),
+        lambda x, n: x * int(n[0].item() * 0.41 * 100),
+        lambda x, n: x * ((n[0] * 10**12).item() % 7),
         lambda x, n: x * 2 if isinstance(n[0].item(), int) and type(n[1].item()) is int else x,
     ],
 )

@@ -172,7 +172,7 @@ def export_any_size(
     step = Step(model, inputs, result_of, True, surroundings, given)
     step.sizes = [*numbers]
     shaped = _resized(model, inputs, examples, size)
-    places = [torch.empty(number, dtype=torch.bool, device=shaped[0].device) for number in numbers.values()]
+    places = [torch.empty(number, dtype=torch.bool, device="meta") for number in numbers.values()]
     leaves = [Leaf(name, True, False, (number,), torch.bool, None) for name, number in numbers.items()]
     inputs = replace(inputs, leaves=(*inputs.leaves, *leaves))
     with sizes_read_plainly(), private.sizes.general_sizes():

@@ -2,7 +2,8 @@
 
 isinstance(height, int)     True, as without a trace
 int(a.shape[1] ** 0.5)      a size as well, where all are free
-len(set(lengths))           as many as differ, where lengths are free
+len(set(lengths))           as many as differ, where lengths are free; their order makes them numbers
+n * 0.7 * 10                a number from here on: sizes are written n * 7.0, which is not the same of all numbers
 tables[f"{height}"]         its text is that of one number: the size is this number from here on
 len(images)                 free as well, though Python has every length an integer
 np.sqrt(a.numel() / batch)  as by math.sqrt: numpy asks a size for a method of that name
@@ -18,9 +19,9 @@ import math
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy
@@ -57,6 +58,8 @@ def builtins_watched(model: nn.Module, lengths: Mapping[int, Any]) -> Iterator[N
     with ExitStack() as stack:
         for kind in (torch.SymInt, torch.SymFloat):
             stack.enter_context(private.added(kind, _NUMBERS))
+            for name in _SUMS_AND_PRODUCTS:
+                stack.enter_context(private.replaced(kind, name, _as_written(name, vars(kind)[name])))
         for name in ("__mul__", "__rmul__"):
             stack.enter_context(private.replaced(torch.SymInt, name, _repeating(vars(torch.SymInt)[name])))
         # Export gives max and min of a tensor, their only argument, to torch.maximum.
@@ -134,6 +137,21 @@ def _repeating(original: Any) -> Any:
         return original(size, other)
 
     return multiplied
+
+
+_SUMS_AND_PRODUCTS = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__")
+
+
+def _as_written(name: str, original: Any) -> Any:
+    """Sums and products of fractions are free as long as they are written as they are computed, one after the other."""
+
+    def computed(size: Any, other: Any) -> Any:
+        found = original(size, other)
+        if type(found) is not torch.SymFloat or private.sizes.is_as_computed(found, size, other):
+            return found
+        return getattr(float(size), name)(float(other))
+
+    return computed
 
 
 def _is_of_numbers(value: Any) -> bool:
@@ -214,15 +232,44 @@ def _integer(value: Any) -> Any:
     return value if type(value) is torch.SymInt else None
 
 
+class Distinct:
+    """`set(values)` of numbers, free sizes among them: how many differ is decided by what they are; a set to whoever
+    asks for more, as for the first, which makes them numbers."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = list[Any]()
+        for one in values:
+            if one not in self._values:
+                self._values.append(one)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return set
+
+    @cached_property
+    def numbers(self) -> set[Any]:
+        return {operator.index(one) if type(one) is torch.SymInt else one for one in self._values}
+
+    def __len__(self) -> int:
+        return len(vars(self).get("numbers", self._values))
+
+
+def _of_numbers(name: str) -> Callable[..., Any]:
+    def method(self: Distinct, *args: Any) -> Any:
+        return getattr(self.numbers, name)(*args)
+
+    return method
+
+
+_COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+for _name in ({*dir(set)} - {*dir(object), "__len__", "__class_getitem__"}) | _COMPARISONS:
+    setattr(Distinct, _name, _of_numbers(_name))
+
+
 def _distinct(values: Any) -> Any:
-    """Those of a list with free sizes that differ from those before; None of any other."""
-    if type(values) not in (list, tuple) or not any(type(one) is torch.SymInt for one in values):
-        return None
-    found = list[Any]()
-    for one in values:
-        if one not in found:  # decided by what they are
-            found.append(one)
-    return tuple(found)
+    """Of a list with free sizes; None of any other."""
+    has_free = type(values) in (list, tuple) and any(type(one) is torch.SymInt for one in values)
+    return Distinct(values) if has_free else None
 
 
 _Int: Any = _StandIn("int", (int,), {})

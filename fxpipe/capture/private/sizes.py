@@ -144,6 +144,17 @@ def expression_of(value: Any) -> Any:
     return expr if expr is not None and expr.free_symbols else None
 
 
+def is_as_computed(found: torch.SymFloat, *operands: Any) -> bool:
+    """Whether a sum, difference or product is written as that of its operands: sympy may take others of the same value,
+    but not of the same rounding."""
+    parts = {
+        sign * torch.sym_float(one).node.expr if is_traced_number(one) else sympy.Float(sign * one)
+        for one in operands
+        for sign in (1, -1)
+    }
+    return len(found.node.expr.args) == 2 and parts.issuperset(found.node.expr.args)
+
+
 def note(value: Any, expr: Any, found: Any) -> None:
     """Forward has decided by this, which was found."""
     true = sympy.Eq(expr, found) if isinstance(value, torch.SymInt) else expr if found else sympy.Not(expr)
