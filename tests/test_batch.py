@@ -18,7 +18,8 @@ from fxpipe.capture.inputs import describe
 from fxpipe.capture.sizes import concrete
 from fxpipe.errors import CompileError
 from passes.batch import BatchPlan, analyse
-from passes.batch.layout import Layout
+from passes.batch.follow import Follow
+from passes.batch.layout import Layout, Mixed
 from tests.models import PEER_CASES, ZOO
 
 TOLERANCE = 1e-12
@@ -441,6 +442,15 @@ def test_only_the_whole_batch_evaluates_what_it_alone_needs() -> None:
 def test_micro_batches_that_would_all_compute_the_same_are_refused() -> None:
     with pytest.raises(CompileError, match=r"select.*takes some samples.*every micro-batch would compute all of it"):
         captured(step_of("sum(scaled(m, x[i]).mean() for i in range(2))"))
+
+
+def test_sizes_that_no_layout_fits_are_refused_at_once() -> None:
+    """Half of a batch, behind draws that may be cut into samples in several ways: none of them helps."""
+    model = step_of("m.linear(x + torch.rand(x.shape[0] * 4, 6).view(-1, 4, 6)).chunk(2)[0].mean()")
+    follow = Follow(capture(model, *describe(model, model.example_inputs(4), {}, None)))  # type: ignore[operator]
+    with pytest.raises(Mixed, match="no multiple of the batch size"):
+        follow.run()
+    assert not follow._tries
 
 
 def test_a_capture_at_one_size_is_one_micro_batch() -> None:

@@ -50,6 +50,8 @@ class Follow:
             except Mixed as error:
                 if self._why is None or position[node] > position[self.failed]:
                     self.failed, self._why = node, error
+                if node in self.depends and _has_no_layout(node):
+                    raise
                 node = self._last_choice(node, position)
                 index = position[node]
             state, whole = self._options[node].pop(0)
@@ -145,6 +147,15 @@ def _position(call: RuleCall) -> list[Result]:
     if any(before is None or one.layout is None or one.layout.at(0) != before.at(0) for one in results):
         raise Mixed("it repeats the numbers of samples")
     return [State(one.layout, "position") for one in results]
+
+
+def _has_no_layout(node: fx.Node) -> bool:
+    """Whether its shape alone says so, as that of a half of the batch: no choice before it helps."""
+    try:
+        _has_batch(node.meta["val"])
+    except Mixed:
+        return True
+    return False
 
 
 def on_tensors(node: fx.Node) -> bool:
