@@ -2,6 +2,7 @@
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +93,31 @@ def test_averages_of_a_scripts_own_are_refused_in_the_model_until_they_are_broug
     put(model, trained(model, OneDevice(model)).own)
     for found in on_threads(2, [LINE], body):
         torch.testing.assert_close(found, [*model.state_dict().values()], rtol=1e-10, atol=1e-12)
+
+
+def test_averages_in_an_order_of_their_own_go_by_what_they_are_made_of(tmp_path: Path) -> None:
+    """As of a text encoder's parameters after those of a U-Net before it: the layers' from the last to the first."""
+
+    def body(model: nn.Module, engines: Any) -> list[Tensor]:
+        given = [parameter for layer in reversed(model.layers) for parameter in layer.parameters()]  # type: ignore
+        average, optimizer = EMAModel(given, decay=0.5), torch.optim.SGD(given, lr=0.1)
+        engine = engines[0]()
+        for number in range(2):
+            engine.step(batch(number, ROWS[0]))
+            optimizer.step()
+            average.step(given)
+        if not isinstance(engine, OneDevice):
+            engine.save(tmp_path, extra={"average": average})
+            engine.sync_model(average)
+        return list(average.shadow_params)
+
+    model = Adapted()
+    expected = body(model, [lambda: OneDevice(model)])
+    for found in on_threads(2, [LINE], body):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    again = EMAModel([*Adapted().layers.parameters()])
+    fxpipe.load_checkpoint(tmp_path, Adapted(), extra={"average": again})
+    torch.testing.assert_close(again.shadow_params, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_copies_of_old_values_are_as_old() -> None:

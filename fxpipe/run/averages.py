@@ -3,25 +3,34 @@
     rank 0   average.update_parameters(model)   layers.0: as it is      layers.6: as it was when rank 1 last brought it
     rank 0   average.module(x)                  refused, until engine.sync_model(average) has brought layers.6
 
-So it is for torch's `AveragedModel` and diffusers' `EMAModel`, and for copies of the model by `copy.deepcopy`; what a
-script averages by itself goes unseen.
+So it is for torch's `AveragedModel` and diffusers' `EMAModel`, of which is known then what each average was made of, in
+whatever order it was given, and for copies of the model by `copy.deepcopy`; what a script averages by itself goes
+unseen.
 """
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.errors import RunError
 from fxpipe.run.ownership import is_empty, is_outdated, outdate, renew, uses_as_is, watch_outdated
 
 _wrapped = set[type]()
+_averaged = WeakTensorKeyDictionary()  # average -> a reference to the parameter that it was last made of
 _old_stored = WeakKeyDictionary[Any, list[bool]]()  # average -> which parameters were outdated as it stored them
+
+
+def averaged_by(average: torch.Tensor) -> nn.Parameter | None:
+    """The parameter of which it is an average, where that is known."""
+    parameter = _averaged.get(average)
+    return None if parameter is None else parameter()  # type: ignore[no-any-return]
 
 
 def watch_averages() -> None:
@@ -71,8 +80,9 @@ def _age(averages: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], u
     """What is made of an old value, or was, stays old."""
     were = [is_outdated(average) for average in averages]
     update()
-    pairs = zip(averages, were, parameters, strict=False)
+    pairs = [*zip(averages, were, parameters, strict=False)]
     outdate(average for average, was, parameter in pairs if was or is_outdated(parameter))
+    _averaged.update({average: ref(parameter) for average, _, parameter in pairs})
 
 
 def _copied(original: Callable[..., Any], average: Any, parameters: Iterable[nn.Parameter]) -> None:

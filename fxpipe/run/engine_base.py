@@ -16,6 +16,7 @@ from torch import nn
 from fxpipe.errors import RunError
 from fxpipe.plan.outputs import Output, Parts
 from fxpipe.plan.step import StepPlan
+from fxpipe.run.averages import watch_averages
 from fxpipe.run.host_states import put_back
 
 
@@ -49,9 +50,10 @@ class EngineBase:
         raise RunError("mesh: a DeviceMesh is of processes, and ranks are threads of this one; use program.engine()")
 
     def _require_open(self, call: str) -> None:
-        """Before every call: nothing that failed has left weights on the host."""
+        """Before every call: nothing that failed has left weights on the host, and averages are watched."""
         if self._closed:
             raise RunError(f"{call} after close(): call it before, or make another engine of the program")
+        watch_averages()
         put_back(self._model.parameters())
 
     def _reads(self) -> Sequence[int]:

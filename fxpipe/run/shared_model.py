@@ -17,7 +17,6 @@ from torch import nn
 
 from fxpipe.plan.transport import Transport
 from fxpipe.run.agreement import everyones
-from fxpipe.run.averages import watch_averages
 from fxpipe.run.ownership import (
     claim,
     empty,
@@ -65,7 +64,6 @@ class SharedModel:
         self._shared_out = [self.parameters[name] for name in shared_out]
         self.hold(held, refreshed)
         watch(model, self._rank)
-        watch_averages()
 
     def hold(self, held: Collection[str], refreshed: Collection[str]) -> None:
         """Collective: this rank reads these from now on; they are new here."""

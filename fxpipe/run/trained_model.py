@@ -61,7 +61,8 @@ class TrainedModel(EngineBase, ABC):
 
         Args:
             averages: of weights, into which the same is brought: what has a tensor for each parameter of the model, or
-                of one of its modules, in its `state_dict()`, by name or as a list in their order; or such a list.
+                of one of its modules, in its `state_dict()`, by name or as a list in their order; or such a list. An
+                EMAModel that has stepped goes by the parameters that it has stepped by.
 
         Raises:
             RunError: an average has no such tensors, or gives copies of them.

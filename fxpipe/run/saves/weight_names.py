@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.run.averages import averaged_by
 from fxpipe.run.saves.run import state_of
 from fxpipe.run.saves.values import encode, numbered
 
@@ -60,6 +61,11 @@ class WeightNames:
         encode(state_of(value), "average", keep, self.of)
         return found
 
+    def _averaged(self, tensors: list[torch.Tensor]) -> list[str]:
+        """The names of what they are averages of; none where that is not known."""
+        names = [self._names.get(id(averaged_by(tensor)), "") for tensor in tensors]
+        return names if all(names) and len({*names}) == len(names) else []
+
     @cached_property
     def _everywhere(self) -> "_Places":
         return _Places(self._model.modules())
@@ -69,6 +75,8 @@ class WeightNames:
         in_order = called == numbered(items)
         if not given or (in_order and len(given) < len(items)):
             return called
+        if in_order and (names := self._averaged(items)):
+            return names
         found = places.in_order(items) if in_order else places.by_name(given)
         most = max(map(_number, found), default=0)
         found = [place for place in found if _number(place) == most]
