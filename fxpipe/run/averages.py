@@ -30,7 +30,7 @@ _old_stored = WeakKeyDictionary[Any, list[bool]]()  # average -> which parameter
 def averaged_by(average: torch.Tensor) -> nn.Parameter | None:
     """The parameter of which it is an average, where that is known."""
     parameter = _averaged.get(average)
-    return None if parameter is None else parameter()  # type: ignore[no-any-return]
+    return None if parameter is None else parameter()
 
 
 def watch_averages() -> None:
