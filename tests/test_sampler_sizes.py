@@ -24,7 +24,7 @@ from fxpipe.sampling import spread
 from tests.denoisers import case, noise, small
 
 TABLE = {"12": 3.0}
-WIDTHS = {(12, 8): 2.0}
+WIDTHS = {(12, 8): 2.0, (8, 10): 3.0}
 SCALE = contextvars.ContextVar("scale", default=1.0)
 
 
@@ -430,5 +430,5 @@ def test_nothing_of_a_size_is_kept_for_another(way: Callable[[Tensor, Forward], 
     options = {"sample": {"picture": 2}, "patches": 2, "sizes": "any", "cache": False}
     sampler = fxpipe.compile_sampler(model, 2, example=picture(8, 6), **options)  # type: ignore[arg-type]
     assert (way in FREE) == ("sizes are traced" not in str(sampler)), str(sampler)
-    for height, width in ((8, 6), (12, 8), (14, 8), (18, 18), (12, 6)):
+    for height, width in ((8, 6), (12, 8), (14, 8), (18, 18), (12, 6), (8, 10)):
         require_equal(sampler, model, picture(height, width))

@@ -2,9 +2,12 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
+from functools import singledispatch
 from typing import Any
 
 import diffusers
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -140,6 +143,22 @@ class Lengths(nn.Module):
 _TABLE = {3: 2.0, 5: 7.0}
 
 
+def _if_it_is_a_key(x: Tensor, n: Tensor) -> Tensor:
+    with suppress(TypeError):
+        return x * _TABLE.get(n[0].item(), 1.0)  # type: ignore[call-overload, no-any-return]
+    return x
+
+
+@singledispatch
+def _of_kind(number: Any) -> float:
+    return 0.0
+
+
+@_of_kind.register
+def _(number: int) -> float:
+    return number + 0.5
+
+
 @pytest.mark.parametrize(
     "way",
     [
@@ -151,6 +170,9 @@ _TABLE = {3: 2.0, 5: 7.0}
         lambda x, n: x * next(iter(set(n.tolist()))) + (set(n.tolist()) == {4, 6}),
         lambda x, n: x * int(n[0].item() * 0.41 * 100),
         lambda x, n: x * ((n[0] * 10**12).item() % 7),
+        _if_it_is_a_key,
+        lambda x, n: x * _of_kind(n[0].item()) if numpy.isscalar(n[1].item()) else x,
+        lambda x, n: x * divmod(n[0].item(), 2)[0] + ~n[1].item() + getattr(n[0].item(), "numerator", 0),
         lambda x, n: x * 2 if isinstance(n[0].item(), int) and type(n[1].item()) is int else x,
     ],
 )

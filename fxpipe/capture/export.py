@@ -270,8 +270,8 @@ class _Failed(CaptureError):
     """A trace that failed, for a reason that another batch size might not meet."""
 
 
-class _FailedByKey(_Failed, ValuesError):
-    """For a size or a value that Python needs as a key."""
+class _FailedByValue(_Failed, ValuesError):
+    """Where a number that forward has read is none, or Python needs a size or a value as a key."""
 
 
 def _trace(
@@ -325,6 +325,7 @@ def _traced_once(
     lengths: Lengths | None = None,
 ) -> torch.export.ExportedProgram:
     shapes = tuple(_free_dims(leaf, dynamic, any_size) for leaf in _tensors(inputs))
+    read: NumbersRead | None = None
     with _module_trail() as trail:
         try:
             with ExitStack() as stack:
@@ -339,6 +340,8 @@ def _traced_once(
                 program = torch.export.export(step, examples, dynamic_shapes=(shapes,), strict=False)
                 program.graph_module.meta[_READ] = read
                 private.let_go(program.graph)
+                if read.failed:  # and forward went on
+                    raise read.failed[0]
                 return program
         except FxpipeError as error:
             kind = ValuesError if isinstance(error, ValuesError) else CaptureError
@@ -353,7 +356,8 @@ def _traced_once(
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), "")
             by_key = isinstance(error, TypeError) and reason.endswith("SymInt")
-            kind, hint = (_FailedByKey, _OF_KEYS) if by_key else (_Failed, "")
+            kind = _FailedByValue if by_key or (read is not None and read.unknown) else _Failed
+            hint = _OF_KEYS if by_key else ""
             told = f"{_where(trail)}: forward fails{_line(error)}: {type(error).__name__}: {reason}{hint}"
             raise kind(told) from error
 

@@ -45,7 +45,8 @@ class NumbersRead:
     """What forward has read as numbers so far: `read` of the model, and of inputs, as `guards` say.
 
     `names` and `inputs` are those of buffers and inputs by the names of the trace's placeholders. `sizes`: tensors by
-    name that are as long as numbers to be read, in a trace that leaves these free.
+    name that are as long as numbers to be read, in a trace that leaves these free. `unknown`: it has read others, which
+    the trace has no numbers for; `failed`: what this, or a size, has raised in forward, which ends a trace.
     """
 
     model: nn.Module
@@ -56,6 +57,8 @@ class NumbersRead:
     names: Mapping[str, str] = field(default_factory=dict)
     inputs: Mapping[str, str] = field(default_factory=dict)
     sizes: dict[str, torch.Tensor] = field(default_factory=dict)
+    unknown: bool = False
+    failed: list[Exception] = field(default_factory=list)
 
 
 _NUMBERS = (bool, int, float)
@@ -112,6 +115,12 @@ def forward_begins(leaves: Mapping[str, torch.Tensor], sizes: Mapping[str, torch
         held.inputs = _by_node({name: leaf for name, leaf in leaves.items() if name in held.given.values})
 
 
+def note_failure(error: Exception) -> None:
+    """Forward gets this of what is no number yet; if it catches it, it goes another way than with a number."""
+    if (held := _held.get()) is not None:
+        held.failed.append(error)
+
+
 def _by_node(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """The names of tensors by those of the trace's nodes that they are."""
     nodes = {name: private.traced_node(one) for name, one in tensors.items()}
@@ -137,7 +146,13 @@ def _read(func: Any, tensor: torch.Tensor, *args: Any) -> Any:
     before = len(held.guards) if held is not None else 0
     value = value_of(tensor, is_truth=func is torch.Tensor.__bool__, are_sizes=are_sizes)
     if value is None:
-        return func(tensor, *args)
+        if held is not None:
+            held.unknown = True
+        try:
+            return func(tensor, *args)
+        except private.VALUE_ERRORS as error:
+            note_failure(error)
+            raise
     with private.outside_trace(), private.outside_fakes():
         found = func(value, *args)
     is_number = func is torch.Tensor.__int__  # which Python wants

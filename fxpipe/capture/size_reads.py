@@ -10,12 +10,15 @@ np.sqrt(a.numel() / batch)  as by math.sqrt: numpy asks a size for a method of t
 tables[f"{batch:d}"]        its text with a form: this number from here on, in training, too
 torch.tensor([0] * batch)   as many entries as samples: the list is one of a free length until something asks for more
 if batch == 1:              noted down, though a trace takes for granted that no free size is one
-tables[height]              no key, as ever; whoever goes on without it has a number from here on
-type(height) is int         True, as without a trace
+tables[height]              no key, as ever; that whoever goes on without it goes another way is noted
+type(height) is int         True, as without a trace; so is numpy.isscalar(height)
+height.numerator            of its number: it is this number from here on
 """
 
 import builtins
+import functools
 import math
+import numbers
 import operator
 import sys
 import types
@@ -31,10 +34,13 @@ from torch import nn
 
 from fxpipe.capture import private
 from fxpipe.capture.holders import holders_of
+from fxpipe.capture.known import note_failure
 from fxpipe.errors import CaptureError
 
 _LIKE: dict[type, Any] = {torch.SymInt: 1, torch.SymFloat: 1.0, torch.SymBool: True}
 _OF_NUMBERS = ("torch", "sympy", "mpmath", "numpy", "scipy", "sklearn", "pandas", "networkx")  # no code of models
+_GENERATED = "<eval_", "<string>"
+"""Code without a file of its own, as of graphs and dataclasses: its caller's."""
 _NOT_USERS = {*sys.stdlib_module_names, *_OF_NUMBERS, "fxpipe", "passes", "cost_models"} - {"__main__"}
 
 
@@ -56,8 +62,10 @@ def builtins_watched(model: nn.Module, lengths: Mapping[int, Any]) -> Iterator[N
     those known by id, and the largest of its entries one of them; what is repeated a free number of times is a
     `Repeated`; iterators that the model keeps have no next."""
     with ExitStack() as stack:
+        stack.enter_context(private.numbers_by_kind({numbers.Integral: torch.SymInt, numbers.Real: torch.SymFloat}))
+        stack.enter_context(private.replaced(functools, "_find_impl", _dispatched(vars(functools)["_find_impl"])))
         for kind in (torch.SymInt, torch.SymFloat):
-            stack.enter_context(private.added(kind, _NUMBERS))
+            stack.enter_context(private.added(kind, _NUMBERS | _of_plain(kind)))
             for name in _SUMS_AND_PRODUCTS:
                 stack.enter_context(private.replaced(kind, name, _as_written(name, vars(kind)[name])))
         for name in ("__mul__", "__rmul__"):
@@ -300,8 +308,23 @@ def _numpys(name: str) -> str:
     return found.__name__ if isinstance(found, numpy.ufunc) else ""
 
 
+def _dispatched(find: Any) -> Any:
+    """What `functools.singledispatch` finds for a type that it has none for: of a size, a number's."""
+    return lambda kind, registry: find(type(_LIKE[kind]) if kind in _LIKE else kind, registry)
+
+
+def _of_plain(kind: type) -> dict[str, Any]:
+    """What else a number has: of its number."""
+    return {name: property(partial(_of_its_number, name)) for name in {*dir(type(_LIKE[kind]))} - {*dir(object)}}
+
+
+def _of_its_number(name: str, size: Any) -> Any:
+    return getattr(float(size) if type(size) is torch.SymFloat else operator.index(size), name)
+
+
 _NUMBERS: dict[str, Any] = {
     "__format__": lambda size, form: _formatted(size, form),
+    "__deepcopy__": lambda size, memo: size,
     **{_numpys(name): _as_number(getattr(math, name)) for name in dir(math) if _numpys(name)},
 }
 """What free sizes have no methods for: numpy asks what is no number of its own for a method of its function's name.
@@ -317,9 +340,14 @@ def _text(original: Any, read: Any) -> Any:
 
 def _noted(original: Any) -> Any:
     def decide(value: Any) -> Any:
-        expr = private.sizes.expression_of(value)
-        found = original(value)
-        if expr is not None and not _is_ours(sys._getframe(1)):
+        expr, is_ours = private.sizes.expression_of(value), _is_ours(sys._getframe(1))
+        try:
+            found = original(value)
+        except private.VALUE_ERRORS as error:
+            if not is_ours:
+                note_failure(error)
+            raise
+        if expr is not None and not is_ours:
             private.sizes.note(value, expr, found)
         return found
 
@@ -327,21 +355,23 @@ def _noted(original: Any) -> Any:
 
 
 def _no_key(original: Any) -> Any:
-    """Whoever catches that a size is no key goes another way, unseen: it is a number from here on. einops computes
-    there what it would have kept."""
+    """Whoever catches that a size is no key goes another way than with a number. einops computes there what it would
+    have kept."""
 
     def hashed(size: Any) -> int:
         frame = sys._getframe(1)
         try:
             return original(size)  # type: ignore[no-any-return]
-        except TypeError:
+        except TypeError as error:
             is_einops = frame.f_globals.get("__name__", "").partition(".")[0] == "einops"
-            if not _is_ours(frame) and not is_einops and not private.sizes.depends_on_values(size):
-                operator.index(size)
+            if not _is_ours(frame) and not is_einops:
+                note_failure(error)
             raise
 
     return hashed
 
 
 def _is_ours(frame: types.FrameType) -> bool:
+    while frame.f_code.co_filename.startswith(_GENERATED) and frame.f_back is not None:
+        frame = frame.f_back
     return frame.f_code.co_filename.startswith((*private.FRAMEWORK, *sympy.__path__))

@@ -1,5 +1,6 @@
 """What of the process a trace depends on, and what is another one inside."""
 
+import numbers
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,29 @@ def added(kind: type, attributes: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name in names:
             delattr(kind, name)
+
+
+@contextmanager
+def numbers_by_kind(kinds: Mapping[Any, type]) -> Iterator[None]:
+    """Inside, these are of an abstract class of numbers each, and of those that it is of, as `numpy.isscalar` asks."""
+
+    def decide(of: type, kind: type) -> bool:
+        return kinds.get(of) is kind or NotImplemented
+
+    for of in kinds:
+        of.__subclasshook__ = classmethod(decide)
+    _forget_answers()
+    try:
+        yield
+    finally:
+        for of in kinds:
+            del of.__subclasshook__
+        _forget_answers()
+
+
+def _forget_answers() -> None:
+    for of in (numbers.Number, numbers.Complex, numbers.Real, numbers.Rational, numbers.Integral):
+        of._abc_caches_clear()  # type: ignore[attr-defined]
 
 
 def require_no_modes(refuse: Callable[[str], Exception]) -> None:
