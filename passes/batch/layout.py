@@ -60,13 +60,16 @@ class State:
 Result = State | tuple[State, ...]
 
 
+_REMEDY = "compute it within each sample, or from tensors that depend on no parameter, frozen or not"
+
+
 class Mixed(Exception):
     """A node's result for one sample is not a function of that sample alone, as far as the rules can tell."""
 
     def __init__(self, why: str, remedy: str = "") -> None:
         super().__init__(why)
         self.why = why
-        self.remedy = remedy or "compute it within each sample, or from tensors that depend on no parameter"
+        self.remedy = remedy or _REMEDY
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def class_loss(call: RuleCall) -> list[Result]:
     if call.arguments["reduction"] == _MEAN and not by_class:
         raise Mixed(
             "its mean divides by the number of targets that are not ignore_index, over the batch",
-            'use reduction="none" and divide by a count that depends on no parameter',
+            'use reduction="none" and divide by a count that depends on no parameter, frozen or not, as that of a mask',
         )
     return [State(form="partial", power=int(call.arguments["reduction"] == _MEAN))]
 
