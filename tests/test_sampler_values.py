@@ -1,7 +1,7 @@
 """Numbers that forward reads of its inputs: graphs for the calls that are alike in that."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import singledispatch
 from typing import Any
@@ -85,10 +85,21 @@ def test_examples_without_values_are_refused() -> None:
         fxpipe.compile_sampler(model, 2, example=example, sample={"x": 2}, patches=2, cache=False)
 
 
+_HUNYUAN = "HunyuanVideo15Transformer3DModel"
+_CONFIGS: dict[str, dict[str, Any]] = VALUE_DEPENDENT | {
+    _HUNYUAN: {
+        "in_channels": 9, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2,
+        "num_refiner_layers": 1, "mlp_ratio": 2.0, "text_embed_dim": 8, "text_embed_2_dim": 8, "image_embed_dim": 8,
+        "rope_axes_dim": (2, 2, 4), "target_size": 16,
+    }
+}  # fmt: skip
+_has_hunyuan = pytest.mark.skipif(not hasattr(diffusers, _HUNYUAN), reason="diffusers has no such model")
+
+
 @pytest.mark.parametrize(("name", "ranks"), [("Lumina2Transformer2DModel", 2), ("MochiTransformer3DModel", 3)])
 def test_masks_that_lengths_are_read_of(name: str, ranks: int) -> None:
     torch.manual_seed(0)
-    model = getattr(diffusers, name)(**VALUE_DEPENDENT[name]).to(torch.float64).eval()
+    model = getattr(diffusers, name)(**_CONFIGS[name]).to(torch.float64).eval()
     given = {
         "hidden_states": noise(1, 4, 8, 8) if name.startswith("Lumina") else noise(1, 4, 2, 8, 8),
         "timestep": torch.tensor([0.3], dtype=torch.float64), "encoder_hidden_states": noise(1, 8, 8),
@@ -101,7 +112,42 @@ def test_masks_that_lengths_are_read_of(name: str, ranks: int) -> None:
         assert sampler.verify(**given).error < 1e-12
 
 
-def test_lengths_that_are_read_are_free_from_the_second_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def _lumina(length: int, rows: int) -> dict[str, Tensor]:
+    return {
+        "hidden_states": noise(1, 4, rows, 8), "timestep": torch.tensor([0.3], dtype=torch.float64),
+        "encoder_hidden_states": noise(1, 8, 8), "encoder_attention_mask": torch.arange(8)[None] < length,
+    }  # fmt: skip
+
+
+def _mochi(length: int, rows: int) -> dict[str, Tensor]:
+    return _lumina(length, rows) | {"hidden_states": noise(1, 4, 2, rows, 8)}
+
+
+def _hunyuan(length: int, rows: int) -> dict[str, Tensor]:
+    return {
+        "hidden_states": noise(1, 9, 3, rows, 6), "timestep": torch.tensor([300.0], dtype=torch.float64),
+        "encoder_hidden_states": noise(1, 8, 8), "encoder_attention_mask": torch.arange(8)[None] < length,
+        "encoder_hidden_states_2": noise(1, 6, 8), "encoder_attention_mask_2": torch.arange(6)[None] < 3,
+        "image_embeds": torch.zeros(1, 5, 8, dtype=torch.float64),
+    }  # fmt: skip
+
+
+# Of lengths and rows; one token is another trace, and so are other rows where numbers are computed of them.
+@pytest.mark.parametrize(
+    ("name", "call_of", "sizes", "traces_of"),
+    [
+        ("Lumina2Transformer2DModel", _lumina, ((5, 8), (7, 8), (3, 12), (8, 8), (1, 8), (5, 8)), "010050"),
+        ("MochiTransformer3DModel", _mochi, ((5, 8), (7, 8), (3, 8)), "020"),
+        pytest.param(_HUNYUAN, _hunyuan, ((5, 8), (7, 8), (3, 8)), "020", marks=_has_hunyuan),
+    ],
+)
+def test_lengths_that_are_read_are_free_from_the_second_on(
+    name: str,
+    call_of: Callable[[int, int], dict[str, Tensor]],
+    sizes: Sequence[tuple[int, int]],
+    traces_of: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     traces: list[int] = []
     trace = export._trace
 
@@ -111,22 +157,17 @@ def test_lengths_that_are_read_are_free_from_the_second_on(monkeypatch: pytest.M
 
     monkeypatch.setattr(export, "_trace", counted)
     torch.manual_seed(0)
-    model = diffusers.Lumina2Transformer2DModel(**VALUE_DEPENDENT["Lumina2Transformer2DModel"]).double().eval()
+    model = getattr(diffusers, name)(**_CONFIGS[name]).to(torch.float64).eval()
     counts, sampler = [], None
-    for length, rows in ((5, 8), (7, 8), (3, 12), (8, 8), (1, 8), (5, 8)):
-        given = {
-            "hidden_states": noise(1, 4, rows, 8), "timestep": torch.tensor([0.3], dtype=torch.float64),
-            "encoder_hidden_states": noise(1, 8, 8), "encoder_attention_mask": torch.arange(8)[None] < length,
-        }  # fmt: skip
+    for length, rows in sizes:
+        given = call_of(length, rows)
         sampler = sampler or fxpipe.compile_sampler(model, 2, example=given, patches=2, cache=False)
         del traces[:]
         with torch.no_grad():
             wanted = model(**given).sample
         assert (sampler.predict(**given).sample - wanted).abs().max() <= 1e-10 * wanted.abs().max()
-        counts.append(len(traces))
-    assert counts[:4] == [0, 1, 0, 0]
-    assert counts[4]  # of one token, another trace
-    assert not counts[5]
+        counts.append(str(len(traces)))
+    assert "".join(counts) == traces_of
 
 
 class Lengths(nn.Module):
@@ -188,19 +229,11 @@ def test_nothing_of_a_number_is_kept_for_another(way: Callable[[Tensor, Tensor],
             torch.testing.assert_close(sampler.predict(**call), model(**call), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.skipif(not hasattr(diffusers, "HunyuanVideo15Transformer3DModel"), reason="diffusers has no such model")
+@_has_hunyuan
 def test_an_image_that_is_there_or_not() -> None:
     torch.manual_seed(0)
-    model = diffusers.HunyuanVideo15Transformer3DModel(
-        in_channels=9, out_channels=4, num_attention_heads=2, attention_head_dim=8, num_layers=2, num_refiner_layers=1,
-        mlp_ratio=2.0, text_embed_dim=8, text_embed_2_dim=8, image_embed_dim=8, rope_axes_dim=(2, 2, 4), target_size=16,
-    ).to(torch.float64).eval()  # fmt: skip
-    given = {
-        "hidden_states": noise(1, 9, 3, 8, 6), "timestep": torch.tensor([300.0], dtype=torch.float64),
-        "encoder_hidden_states": noise(1, 8, 8), "encoder_attention_mask": torch.arange(8)[None] < 5,
-        "encoder_hidden_states_2": noise(1, 6, 8), "encoder_attention_mask_2": torch.arange(6)[None] < 3,
-        "image_embeds": torch.zeros(1, 5, 8, dtype=torch.float64),
-    }  # fmt: skip
+    model = getattr(diffusers, _HUNYUAN)(**_CONFIGS[_HUNYUAN]).to(torch.float64).eval()
+    given = _hunyuan(5, 8)
     sampler = fxpipe.compile_sampler(model, 2, example=given, patches=2, cache=False)
     assert "gathered" not in str(sampler.notes)
     for scale in (0.0, 1.0, 0.5):

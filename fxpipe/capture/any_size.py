@@ -21,7 +21,7 @@ from fxpipe.capture.autocasts import written_out
 from fxpipe.capture.export import ResultOf, export_any_size
 from fxpipe.capture.free_sizes import FreeSizes, Numbers
 from fxpipe.capture.guards import Guard
-from fxpipe.capture.inputs import InputSpec
+from fxpipe.capture.inputs import Dims, InputSpec
 from fxpipe.capture.known import Given, size_names
 from fxpipe.capture.same import computation, same_constants
 from fxpipe.capture.sizes import expression
@@ -31,6 +31,16 @@ from fxpipe.errors import CaptureError, CompileError
 _MOST_NUMBERS = 32
 """As many as are left free: more are no lengths, but what forward reads one by one."""
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+@dataclass(frozen=True)
+class Freed:
+    """The sizes that a trace is to leave free: those of `wanted`, a dimension of some inputs, and of all others, or
+    `only` these, as `why` says."""
+
+    wanted: Mapping[str, int]
+    only: Dims | None = None
+    why: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +114,7 @@ def capture_any_size(
     inputs: InputSpec,
     examples: Sequence[torch.Tensor],
     result_of: ResultOf,
-    wanted: Mapping[str, int],
+    sizes: Freed,
     surroundings: Surroundings | None,
     given: Given | None,
 ) -> AnySize:
@@ -114,8 +124,6 @@ def capture_any_size(
         captured: of a call that differs in sizes alone, its sizes numbers.
         inputs: those of the call to trace.
         examples: its tensors in order.
-        wanted: inputs with a dimension that should be free.
-
     Raises:
         CaptureError: forward allows no free sizes, or is another one where they are; says why.
     """
@@ -124,7 +132,9 @@ def capture_any_size(
     any_batch = bool(captured.batch)
     numbers = _numbers_read(captured.guards, given)
     with torch.no_grad():
-        exported = export_any_size(model, inputs, examples, result_of, any_batch, surroundings, given, numbers)
+        exported = export_any_size(
+            model, inputs, examples, result_of, any_batch, surroundings, given, numbers, sizes.only
+        )
     placeholders = exported.graph.find_nodes(op="placeholder")
     kinds = exported.program.graph_signature.input_specs
     of_user = torch.export.graph_signature.InputKind.USER_INPUT
@@ -132,12 +142,12 @@ def capture_any_size(
     private.sizes.still_guarded(values)
     traced = captured_from(model, exported)
     traced = replace(traced, graph=written_out(traced.graph), inputs=inputs)
-    sizes = dict(zip(exported.inputs.tensor_names, values, strict=True))
-    free = FreeSizes.of(sizes, traced.batch)
-    fixed: str | None = None
-    for name, dim in wanted.items():
-        if not free.shapes[name][dim].free_symbols:
-            place = private.sizes.place_of_number(sizes[name], dim)
+    traced_as = dict(zip(exported.inputs.tensor_names, values, strict=True))
+    free = FreeSizes.of(traced_as, traced.batch)
+    fixed = sizes.why
+    for name, dim in sizes.wanted.items():
+        if not free.shapes[name][dim].free_symbols and (sizes.only is None or dim in sizes.only.get(name, ())):
+            place = private.sizes.place_of_number(traced_as[name], dim)
             fixed = f"forward makes dimension {dim} of its input {name} a number, {place}"
     if fixed is not None and free.bounds.keys() <= {*free.batch}:
         raise CaptureError(fixed)

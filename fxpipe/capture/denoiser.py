@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.capture import Capture, capture, private
-from fxpipe.capture.any_size import AnySize, capture_any_size
+from fxpipe.capture.any_size import AnySize, Freed, capture_any_size
 from fxpipe.capture.autocasts import written_out
 from fxpipe.capture.cache import cached
 from fxpipe.capture.export import ResultOf
@@ -42,7 +42,7 @@ def cached_call(
     model: nn.Module,
     inputs: InputSpec,
     examples: Sequence[torch.Tensor],
-    free: Mapping[str, int] | None,
+    free: Freed | None,
     folder: Path | None,
     surroundings: Surroundings | None = None,
     given: Given | None = None,
@@ -54,7 +54,7 @@ def cached_call(
         examples: the tensor leaves in the order of `inputs`; only shapes and types are used.
         surroundings: the autocast that the call is inside of, if any.
         given: what forward may read of its inputs, if it must.
-        free: where it is traced again with free sizes, inputs with a dimension that should be; None where it is not.
+        free: the sizes that it is traced again with as free ones; None where it is not.
         known: the same call, or one of other sizes, traced at its own, if it has been.
 
     Raises:
@@ -75,7 +75,8 @@ def cached_call(
         return replace(call, any_size=_of_any_size(model, call, at, examples, free, surroundings, given))
 
     around = () if surroundings is None else surroundings.digest
-    purpose = ("call", "one size" if free is None else f"any size of {sorted(free.items())}", *around)
+    which = "one size" if free is None else f"free sizes of {sorted(free.wanted.items())}, {free.only}"
+    purpose = ("call", which, *around)
     return cached(model, inputs, examples, folder, purpose, make, load, write)
 
 
@@ -107,7 +108,7 @@ def _of_any_size(
     known: CapturedCall,
     inputs: InputSpec,
     examples: Sequence[torch.Tensor],
-    wanted: Mapping[str, int],
+    sizes: Freed,
     surroundings: Surroundings | None,
     given: Given | None,
 ) -> AnySize | str:
@@ -115,7 +116,7 @@ def _of_any_size(
     found: list[Returned] = []
     needed = given if known.captured.guards else None
     try:
-        made = capture_any_size(model, known.captured, inputs, examples, _noting(found), wanted, surroundings, needed)
+        made = capture_any_size(model, known.captured, inputs, examples, _noting(found), sizes, surroundings, needed)
     except CaptureError as error:
         return str(error)
     if any(map(private.sizes.is_traced_number, found[0].leaves)):

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from fxpipe.capture import own_graphs, private
 from fxpipe.capture.changed import called
-from fxpipe.capture.inputs import InputSpec, Leaf
+from fxpipe.capture.inputs import Dims, InputSpec, Leaf
 from fxpipe.capture.known import Given, NumbersRead, forward_begins, numbers_read
 from fxpipe.capture.later_calls import Lengths, later_is_other
 from fxpipe.capture.same import computation
@@ -161,9 +161,10 @@ def export_any_size(
     surroundings: Surroundings | None,
     given: Given | None,
     numbers: Mapping[str, int],
+    only: Dims | None,
 ) -> Exported:
-    """Trace `model` with every size of its inputs free, as far as forward leaves it so, and `numbers` that it reads.
-    They are sizes of further inputs, with these names, after all others.
+    """Trace `model` with every size of its inputs free, as far as forward leaves it so, or `only` these, and `numbers`
+    that it reads. They are sizes of further inputs, with these names, after all others.
 
     Raises:
         CaptureError: forward fails so.
@@ -176,7 +177,8 @@ def export_any_size(
     leaves = [Leaf(name, True, False, (number,), torch.bool, None) for name, number in numbers.items()]
     inputs = replace(inputs, leaves=(*inputs.leaves, *leaves))
     with sizes_read_plainly(), private.sizes.general_sizes():
-        program = _trace(step, inputs, (*shaped, *places), any_batch, any_size=True)
+        free = only if only is None else {**only, **{name: (0,) for name in numbers}}
+        program = _trace(step, inputs, (*shaped, *places), any_batch, any_size=True, only=free)
     if any_batch and (fault := private.sizes.dynamic_fault(_batched_values(program, inputs), inputs.batch_size)):
         raise CaptureError(fault)
     return _flat(program, inputs, None if any_batch else "it was so before")
@@ -275,7 +277,12 @@ class _FailedByValue(_Failed, ValuesError):
 
 
 def _trace(
-    step: Step, inputs: InputSpec, examples: tuple[torch.Tensor, ...], dynamic: bool, any_size: bool = False
+    step: Step,
+    inputs: InputSpec,
+    examples: tuple[torch.Tensor, ...],
+    dynamic: bool,
+    any_size: bool = False,
+    only: Dims | None = None,
 ) -> torch.export.ExportedProgram:
     """A trace, and where forward has kept something, others of later calls: a graph has every call alike.
 
@@ -283,7 +290,7 @@ def _trace(
         CaptureError: one of them computes something else; names the attribute.
     """
     written = step.written  # this list: an export puts a copy of how it was in its place
-    exported = _traced_once(step, inputs, examples, dynamic, any_size)
+    exported = _traced_once(step, inputs, examples, dynamic, any_size, only=only)
     if not written or any_size:  # of any size: compared with one of which this is known
         return exported
     computed = computation(exported.graph, inputs.batch_size)
@@ -323,8 +330,9 @@ def _traced_once(
     dynamic: bool,
     any_size: bool = False,
     lengths: Lengths | None = None,
+    only: Dims | None = None,
 ) -> torch.export.ExportedProgram:
-    shapes = tuple(_free_dims(leaf, dynamic, any_size) for leaf in _tensors(inputs))
+    shapes = tuple(_free_dims(leaf, dynamic, any_size, only) for leaf in _tensors(inputs))
     read: NumbersRead | None = None
     with _module_trail() as trail:
         try:
@@ -362,11 +370,13 @@ def _traced_once(
             raise kind(told) from error
 
 
-def _free_dims(leaf: Leaf, any_batch: bool, any_size: bool) -> dict[int, Any] | None:
-    """The dimensions whose size a trace is to leave free; one of a single entry is one."""
+def _free_dims(leaf: Leaf, any_batch: bool, any_size: bool, only: Dims | None) -> dict[int, Any] | None:
+    """The dimensions whose size a trace is to leave free, or `only` these of inputs by name; one of a single entry is
+    one."""
     free = {0} if leaf.batched and any_batch else set()
     if any_size:
-        free |= {dim for dim in range(int(leaf.batched), len(leaf.shape)) if leaf.shape[dim] > 1}
+        dims = range(int(leaf.batched), len(leaf.shape)) if only is None else only.get(leaf.name, ())
+        free |= {dim for dim in dims if leaf.shape[dim] > 1}
     return dict.fromkeys(sorted(free), torch.export.Dim.AUTO) or None
 
 

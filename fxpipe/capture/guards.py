@@ -4,7 +4,7 @@ lengths = mask.sum(1).tolist()     sum(mask, [1]) == [17, 9]                    
 if torch.all(image == 0): ...      all(eq(image, 0)) == False                     graph
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,15 @@ class Guard:
 
     @staticmethod
     def of(
-        node: fx.Node, values: Mapping[fx.Node, Any], inputs: Mapping[fx.Node, str], is_truth: bool, are_sizes: bool
+        node: fx.Node,
+        values: Mapping[fx.Node, Any],
+        inputs: Mapping[fx.Node, str],
+        made: Callable[[torch.Tensor], torch.Tensor],
+        is_truth: bool,
+        are_sizes: bool,
     ) -> "Guard":
-        """Of a node, from the `values` of what it is made of, in the order they were computed."""
+        """About what is `made` of a node, from the `values` of what that is made of, in the order they were
+        computed."""
         root, graph, env = nn.Module(), fx.Graph(), dict[fx.Node, Any]()
         anew = any(map(private.writes, values))  # what is written to must be made at every call
         for one, value in values.items():
@@ -47,9 +53,18 @@ class Guard:
             else:
                 args, kwargs = fx.map_arg((one.args, one.kwargs), lambda of: _held(root, graph, env[of]))
                 env[one] = graph.call_function(one.target, *on_host((args, kwargs)))  # type: ignore[arg-type]
-        graph.output(env[node])
+        graph.output(graph.call_function(made, (_held(root, graph, env[node]),)))
         names = tuple(inputs[one] for one in values if one in inputs)
-        return Guard(fx.GraphModule(root, graph), names, values[node].detach().clone(), is_truth, are_sizes)
+        return Guard(fx.GraphModule(root, graph), names, made(values[node].detach()).clone(), is_truth, are_sizes)
+
+    def says_what(self, other: "Guard") -> bool:
+        """Whether it is about the same as another one."""
+        if (self.inputs, self.is_truth, self.are_sizes) != (other.inputs, other.is_truth, other.are_sizes):
+            return False
+        pairs = zip(self.computed.buffers(), other.computed.buffers(), strict=False)
+        return self.computed.code == other.computed.code and all(
+            one.dtype == two.dtype and torch.equal(one, two) for one, two in pairs
+        )
 
     def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether it does for a call's tensors; not where they hold no values, or have sizes that it is not for."""
@@ -78,6 +93,15 @@ class Guard:
         if any(name is None and one != other for name, one, other in pairs):
             return None
         return {name: (other,) for name, _, other in pairs if name is not None}
+
+
+def run_of(mask: torch.Tensor) -> torch.Tensor:
+    """Where the places of a mask begin and end that follow each other; 0 and 0 of none, nothing of others."""
+    places = mask.nonzero().flatten()
+    if not len(places):
+        return torch.tensor([0, 0])
+    first, last = int(places[0]), int(places[-1])
+    return torch.tensor([first, last + 1] if last - first + 1 == len(places) else [], dtype=torch.int64)
 
 
 def on_host(arguments: Any) -> Any:

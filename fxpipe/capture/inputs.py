@@ -16,6 +16,8 @@ from fxpipe.capture.trees import flatten, placeable, unflatten
 from fxpipe.errors import CompileError
 
 Batch = Any  # a tensor, a tuple of positional arguments, or a mapping of keyword arguments
+Dims = Mapping[str, Collection[int]]
+"""Dimensions of tensors by name."""
 
 
 def call_of(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -126,6 +128,14 @@ class InputSpec:
         here = self.of_shapes(shapes)
         here.bind(args, kwargs, shapes_alone=True)
         return here
+
+    def other_sizes(self, other: "InputSpec") -> Dims:
+        """The dimensions, batch aside, of tensors by name that have another size there."""
+        pairs = [(one, two) for one, two in zip(self.leaves, other.leaves, strict=True) if one.is_tensor]
+        return {
+            one.name: tuple(d for d in range(int(one.batched), len(one.shape)) if one.shape[d] != two.shape[d])
+            for one, two in pairs
+        }
 
     def flat(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A call's tensors as they are in the flat list."""

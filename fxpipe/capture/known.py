@@ -5,13 +5,14 @@ register_buffer("sigma", ..)  float(self.sigma)           its value: another one
                               self.scales[1].item()       so of any other tensor from outside
                               float(x[1]), float(w[1])    refused: of inputs, draws and weights
 input of a denoiser: mask     mask.sum(1).tolist()        its value, which the graph's calls must have (`guards.py`)
-                              x[mask], mask.nonzero()     likewise: places by number, as of repeat_interleave(mask)
+                              x[mask], mask.nonzero()     likewise: x[first:last], arange(first, last) where they follow
+                                                          each other, else by number, as of repeat_interleave(mask)
                               if t > 500, float(t)        likewise; refused: numbers of what changes from step to step
                               x[mask] = token             no number: where(mask, token, x)
 uniform = rand(1)             if uniform > 0.0            True: no draw decides it, as with a dropout of nothing
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from torch import nn
 from fxpipe.capture import private
 from fxpipe.capture.calls import Table
 from fxpipe.capture.evaluation import evaluated
-from fxpipe.capture.guards import Guard
+from fxpipe.capture.guards import Guard, run_of
 from fxpipe.capture.holders import holders_of
 from fxpipe.capture.inputs import is_time
 from fxpipe.capture.surroundings import no_autocast
@@ -62,6 +63,7 @@ class NumbersRead:
 
 
 _NUMBERS = (bool, int, float)
+Made = Callable[[torch.Tensor], torch.Tensor]
 
 _held: ContextVar[NumbersRead | None] = ContextVar("held", default=None)
 
@@ -77,34 +79,58 @@ def numbers_read(model: nn.Module, given: Given) -> Iterator[NumbersRead]:
         _held.reset(token)
 
 
-def value_of(tensor: torch.Tensor, is_truth: bool = False, are_sizes: bool = False) -> torch.Tensor | None:
-    """What a traced tensor holds where that is known; `is_truth` where only whether it is zero is asked for,
-    `are_sizes` where whole numbers are that a trace may leave free."""
+def value_of(tensor: torch.Tensor, is_truth: bool = False) -> torch.Tensor | None:
+    """What a traced tensor holds where that is known; `is_truth` where only whether it is zero is asked for."""
+    found = _known(tensor, is_truth)
+    return None if found is None else found[0]
+
+
+def _as_it_is(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def _known(
+    tensor: torch.Tensor, is_truth: bool = False, are_sizes: bool = False, made: Made = _as_it_is
+) -> tuple[torch.Tensor, int | None] | None:
+    """What is `made` of a traced tensor's value, and which guard says so, if any; `are_sizes` where whole numbers are
+    asked for that a trace may leave free."""
     held = _held.get()
     if held is not None and private.is_plain(tensor):
         _note(held, {_name_of(held, tensor): tensor})
-        return tensor
+        with private.outside_trace(), private.outside_fakes():
+            return made(tensor), None
     if held is None:
         found = evaluated(tensor, {})
-        return None if found is None or found.read else found.value
+        with private.outside_trace(), private.outside_fakes():
+            return None if found is None or found.read else (made(found.value), None)
     names, inputs = held.names, held.inputs
     known = {at: held.buffers[name] for at, name in names.items() if name in held.buffers}
     found = evaluated(tensor, known | {at: held.given.values[name] for at, name in inputs.items()})
     if found is None:
         return None
     asked = {inputs[at] for at in found.read if at in inputs}
-    is_truth |= tensor.dtype == torch.bool and tensor.numel() == 1
+    is_truth |= made is _as_it_is and found.value.dtype == torch.bool and found.value.numel() == 1
     if not is_truth and any(name in held.given.changing or is_time(name) for name in asked):
         return None
-    if asked:
-        by_node = {node: inputs[node.name] for node in found.values if node.name in inputs}
-        with private.outside_trace(), private.outside_fakes(), no_autocast():
-            guard = Guard.of(found.node, found.values, by_node, is_truth, are_sizes)
+    by_node = {node: inputs[node.name] for node in found.values if node.name in inputs}
+    with private.outside_trace(), private.outside_fakes(), no_autocast():
+        value, place = made(found.value), None
+        if asked:
+            guard = Guard.of(found.node, found.values, by_node, made, is_truth, are_sizes)
             if not guard.holds(held.given.values):  # as of what an autocast computes, which no later call is in
                 return None
-        held.guards.append(guard)
+            place = _place(held, guard)
     _note(held, {names.get(at) or _name_of(held, one): one for at, one in found.read.items() if at not in inputs})
-    return found.value
+    return value, place
+
+
+def _place(held: NumbersRead, guard: Guard) -> int:
+    """Of a guard among all; of one that says the same, if there is one."""
+    for place, other in enumerate(held.guards):
+        if guard.says_what(other):
+            return place
+    held.guards.append(guard)
+    return len(held.guards) - 1
 
 
 def forward_begins(leaves: Mapping[str, torch.Tensor], sizes: Mapping[str, torch.Tensor]) -> None:
@@ -142,10 +168,9 @@ def _name_of(held: NumbersRead, tensor: torch.Tensor) -> str:
 
 
 def _read(func: Any, tensor: torch.Tensor, *args: Any) -> Any:
-    held, are_sizes = _held.get(), func in _SIZES and tensor.dtype in (torch.int32, torch.int64)
-    before = len(held.guards) if held is not None else 0
-    value = value_of(tensor, is_truth=func is torch.Tensor.__bool__, are_sizes=are_sizes)
-    if value is None:
+    are_sizes = func in _SIZES and tensor.dtype in (torch.int32, torch.int64)
+    known, held = _known(tensor, is_truth=func is torch.Tensor.__bool__, are_sizes=are_sizes), _held.get()
+    if known is None:
         if held is not None:
             held.unknown = True
         try:
@@ -153,12 +178,11 @@ def _read(func: Any, tensor: torch.Tensor, *args: Any) -> Any:
         except private.VALUE_ERRORS as error:
             note_failure(error)
             raise
+    value, guard = known
     with private.outside_trace(), private.outside_fakes():
         found = func(value, *args)
     is_number = func is torch.Tensor.__int__  # which Python wants
-    if held is None or not are_sizes or is_number or not held.sizes or len(held.guards) == before:
-        return found
-    return _free(held, found)
+    return _free(found, guard) if are_sizes and not is_number else found
 
 
 def size_names(place: int, value: torch.Tensor) -> list[str | None]:
@@ -167,13 +191,16 @@ def size_names(place: int, value: torch.Tensor) -> list[str | None]:
     return [f"number {entry} of {place}" if number > 1 else None for entry, number in numbers]
 
 
-def _free(held: NumbersRead, found: Any) -> Any:
-    """Numbers just read, as the sizes that stand for them."""
-    guard = held.guards[-1]
+def _free(found: Any, place: int | None) -> Any:
+    """Numbers as the sizes that stand for them, where the guard at that place says what they are."""
+    held = _held.get()
+    if held is None or place is None or not held.sizes:
+        return found
+    guard = held.guards[place]
     with private.outside_trace(), private.outside_fakes():
-        names = size_names(len(held.guards) - 1, guard.value)
-    held.guards[-1] = replace(guard, sizes=tuple(name if name in held.sizes else None for name in names))
-    entries = iter(held.guards[-1].sizes)
+        names = size_names(place, guard.value)
+    held.guards[place] = replace(guard, sizes=tuple(name if name in held.sizes else None for name in names))
+    entries = iter(held.guards[place].sizes)
 
     def freed(number: Any) -> Any:
         if isinstance(number, list):
@@ -193,6 +220,9 @@ def _formatted(func: Any, tensor: torch.Tensor, form: str) -> Any:
 
 def _places(tensor: torch.Tensor) -> torch.Tensor | None:
     """Where a tensor that is known is not zero: as numbers of forward's own, [entries, dimensions]."""
+    run = _run(tensor)
+    if run is not None:
+        return torch.arange(run.start, run.stop, device=tensor.device).unsqueeze(1)
     value = value_of(tensor)
     if value is None:
         return None
@@ -202,14 +232,13 @@ def _places(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _run(mask: torch.Tensor) -> slice | None:
-    """The places of a mask that is known where they follow each other, as those of an image behind its text do."""
-    value = value_of(mask) if mask.ndim == 1 else None
-    if value is None:
+    """The places of a mask that is known where they follow each other, as those of a text before its padding do."""
+    known = _known(mask, are_sizes=True, made=run_of) if mask.ndim == 1 else None
+    if known is None:
         return None
     with private.outside_trace(), private.outside_fakes():
-        places = value.nonzero().flatten().tolist()
-    follow = bool(places) and places[-1] - places[0] + 1 == len(places)
-    return slice(places[0], places[-1] + 1) if follow else None
+        bounds = known[0].tolist()
+    return slice(*_free(bounds, known[1])) if bounds else None
 
 
 def _nonzero(func: Any, input: torch.Tensor, as_tuple: bool = False) -> Any:

@@ -4,6 +4,7 @@ pipe.unet(sample, t, text)   ->   programs for this kind of call   ->   ranks   
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,8 +41,8 @@ _MOST_KINDS = 32
 _MANY_NUMBERS = 2
 """As many other values of one number as are traced without a word."""
 _MOST_UNFREE = 3
-"""As many traces with free sizes of one module as fail, or do not hold for the call that they are made for, before
-every other size is traced for itself at once."""
+"""As many traces with the same sizes free of one module as fail, or do not hold for the call that they are made for,
+before every other such size is traced for itself at once."""
 _MOST_FAILED = 2
 """As many traces in a row that fail as are made before a module runs whole for good: what it keeps of one call is
 another setting for the next."""
@@ -60,7 +61,7 @@ class _Known:
     traced: list[Traced] = field(default_factory=list)
     whole: str | None = None
     all_whole: bool = False
-    unfree: int = 0
+    unfree: Counter[str] = field(default_factory=Counter)
 
 
 class Spread:
@@ -177,17 +178,21 @@ class Spread:
         call on, or from the second that differs from another in sizes alone."""
         tracing, apart = self.lowering.tracing, list[str]()
         for traced in self._known.traced:
-            is_new = self._known.unfree < _MOST_UNFREE and traced.is_but_for_sizes(args, kwargs)
-            if is_new:
-                tracing.free(self.module, traced, args, kwargs, around)
+            others, failed = traced.other_sizes(args, kwargs), self._known.unfree
+            is_new = others is not None and failed[str(others)] < _MOST_UNFREE
+            if others is not None and is_new:
+                failed[str(others)] += 1
+                traced.any_size = tracing.freed(self.module, traced, others, args, kwargs, around)
             if isinstance(traced.any_size, AnySize):
                 try:
                     found = tracing.resized(traced, args, kwargs)
+                    failed[str(others)] -= is_new
                     self._used_last(traced)
                     return found
                 except CompileError as error:
                     apart.append(str(error))
-            self._known.unfree += is_new
+                    if is_new and traced.any_size.fixed:  # others may be free
+                        traced.any_size = str(error)
         first = tracing.sizes == "any" and not self._known.traced
         return replace(tracing.traced(self.module, args, kwargs, first, around), apart=apart[-1] if apart else None)
 
@@ -360,6 +365,7 @@ def _other_number(one: Traced, other: Traced) -> str | None:
     pairs = zip(inputs[0].leaves, inputs[1].leaves, strict=True)
     differing = [pair for pair in pairs if pair[0] != pair[1]]
     if not differing:
-        return next((guard.inputs[0] for guard in one.captured.guards), None)
+        both = zip(one.captured.guards, other.captured.guards, strict=False)
+        return next((a.inputs[0] for a, b in both if not torch.equal(a.value, b.value)), None)
     numbers = all(type(leaf.constant) in (int, float) for pair in differing for leaf in pair)
     return differing[0][0].name if len(differing) == 1 and numbers else None

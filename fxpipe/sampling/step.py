@@ -10,6 +10,7 @@ import torch
 
 from fxpipe.capture import Capture
 from fxpipe.capture.any_size import AnySize
+from fxpipe.capture.inputs import Dims
 from fxpipe.capture.trees import Returned
 from fxpipe.errors import CompileError
 from fxpipe.plan.lanes import SendOrder
@@ -59,26 +60,29 @@ class Traced:
             raise CompileError("the call has no samples; give at least one")
         return size if self.holds(size) else None
 
-    def is_but_for_sizes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a trace with free sizes may do for a call for which this one, which has none, does not."""
-        if self.any_size is not None or self.sized is not None:
-            return False
+    def other_sizes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Dims | None:
+        """The dimensions of inputs that a trace must leave free for a call for which this one, which has no free sizes,
+        does not do; None where that does not help."""
+        if isinstance(self.any_size, AnySize) or self.sized is not None:
+            return None
         try:
             other = self.captured.inputs.of_other_sizes(args, kwargs)
         except CompileError:
-            return False
+            return None
         leaves = zip(self.captured.inputs.leaves, other.leaves, strict=True)
         pairs = [pair for one, two in leaves for pair in list(zip(one.shape, two.shape, strict=True))[one.batched :]]
         tensors, _ = other.bind(args, kwargs, shapes_alone=True)
         for guard in self.captured.guards:
             found = guard.found(tensors)
             if found is None or found.shape != guard.value.shape or not (guard.are_sizes or guard.holds(tensors)):
-                return False
+                return None
             pairs += (
                 zip(guard.value.flatten().tolist(), found.flatten().tolist(), strict=True) if guard.are_sizes else ()
             )
         others = [pair for pair in pairs if pair[0] != pair[1]]
-        return bool(others) and all(min(pair) > 1 for pair in others)  # a size of one is another trace
+        if not others or min(map(min, others)) <= 1:  # a size of one is another trace
+            return None
+        return self.captured.inputs.other_sizes(other)
 
     def holds(self, size: int) -> bool:
         """Whether forward does the same with so many samples."""

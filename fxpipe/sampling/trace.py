@@ -13,10 +13,10 @@ from torch import nn
 
 from fxpipe.analysis import Observe
 from fxpipe.capture import private
-from fxpipe.capture.any_size import AnySize
+from fxpipe.capture.any_size import AnySize, Freed
 from fxpipe.capture.denoiser import CapturedCall, cached_call
 from fxpipe.capture.export import of_one_batch
-from fxpipe.capture.inputs import InputSpec, describe
+from fxpipe.capture.inputs import Dims, InputSpec, describe
 from fxpipe.capture.known import Given
 from fxpipe.capture.settings import require_stateless
 from fxpipe.capture.surroundings import Surroundings
@@ -106,15 +106,17 @@ class Tracing:
                     return other
         return found
 
-    def free(
+    def freed(
         self,
         module: nn.Module,
         traced: Traced,
+        others: Dims,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         around: Surroundings | None,
-    ) -> None:
-        """Trace a graph's call again with free sizes, as another such call needs it; its tensors are on the devices."""
+    ) -> AnySize | str:
+        """A graph's call traced again with free sizes, as another such call needs it, whose tensors are on the devices:
+        with all of them free, or where that fails only the `others`, those that differ."""
         captured, known = traced.captured, CapturedCall(traced.captured, traced.returned, None)
         other = captured.inputs.of_other_sizes(args, kwargs)
         tensors, _ = other.bind(args, kwargs, shapes_alone=True)
@@ -123,8 +125,13 @@ class Tracing:
             tensors = {name: one.clone() if one.is_inference() else one for name, one in tensors.items()}
             given, inputs = (_given(tensors, traced.rows), other) if reads else (None, captured.inputs)
             examples = [tensors[name] for name in inputs.tensor_names]
-            call = cached_call(module, inputs, examples, traced.rows, self.cache, around, given, known)
-        traced.any_size = call.any_size
+            sizes = Freed(traced.rows)
+            made = cached_call(module, inputs, examples, sizes, self.cache, around, given, known).any_size
+            if isinstance(made, str):
+                sizes = Freed(traced.rows, others, made)
+                made = cached_call(module, inputs, examples, sizes, self.cache, around, given, known).any_size
+        assert made is not None
+        return made
 
     def resized(self, traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The graph with free sizes at another call's; CompileError where it does not hold for them."""
@@ -150,7 +157,8 @@ class Tracing:
             # No trace takes a tensor of inference_mode.
             known = inputs.flat([tensor.clone() if tensor.is_inference() else tensor for tensor in tensors])
             given = _given(dict(zip(inputs.tensor_names, known, strict=True)), rows) if may_read else None
-            call = cached_call(module, inputs, known, rows if free else None, self.cache, around, given)
+            sizes = Freed(rows) if free else None
+            call = cached_call(module, inputs, known, sizes, self.cache, around, given)
         self.observe("capture", call.captured)
         return Traced(call.captured, call.returned, rows, call.any_size)
 
