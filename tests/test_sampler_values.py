@@ -209,6 +209,7 @@ def _(number: int) -> float:
         lambda x, n: x * sum(range(n[0].item())),
         lambda x, n: x * len(set(n.tolist())) + max(n.tolist()),
         lambda x, n: x * next(iter(set(n.tolist()))) + (set(n.tolist()) == {4, 6}),
+        lambda x, n: x * ([0] * n[0].item() == [0] * 5) + len([2] * n[1].item() + [3]),
         lambda x, n: x * int(n[0].item() * 0.41 * 100),
         lambda x, n: x * ((n[0] * 10**12).item() % 7),
         _if_it_is_a_key,

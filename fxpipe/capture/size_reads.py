@@ -25,7 +25,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import sympy
@@ -37,6 +37,7 @@ from fxpipe.capture.holders import holders_of
 from fxpipe.capture.known import note_failure
 from fxpipe.errors import CaptureError
 
+T = TypeVar("T")
 _LIKE: dict[type, Any] = {torch.SymInt: 1, torch.SymFloat: 1.0, torch.SymBool: True}
 _OF_NUMBERS = ("torch", "sympy", "mpmath", "numpy", "scipy", "sklearn", "pandas", "networkx")  # no code of models
 _GENERATED = "<eval_", "<string>"
@@ -111,9 +112,31 @@ def _len(lengths: Mapping[int, Any], value: Any) -> Any:
     return value.shape[0] if isinstance(value, torch.Tensor) and value.ndim else len(value)
 
 
+def _made_when_asked(kind: type) -> Callable[[type[T]], type[T]]:
+    """For a class of what stands for a builtin of numbers, free sizes among them: what it does not say itself it asks
+    of `made`, the builtin itself, for which sizes become numbers."""
+
+    def method_of(name: str) -> Callable[..., Any]:
+        return lambda self, *args, **named: getattr(self.made, name)(*map(_made, args), **named)
+
+    def completed(stand_in: type[T]) -> type[T]:
+        for name in ({*dir(kind)} - {*dir(object)} | _COMPARISONS | {"__repr__"}) - {*vars(stand_in)}:
+            setattr(stand_in, name, method_of(name))
+        return stand_in
+
+    return completed
+
+
+def _made(value: Any) -> Any:
+    return value.made if type(value) in (Repeated, Distinct) else value
+
+
+_COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+
+
+@_made_when_asked(list)
 class Repeated:
-    """`[row] * count` of numbers, of a free count: a list to whoever asks, which makes the count a number, unless for
-    the first or last entry."""
+    """`[row] * count` of numbers, of a free count, until something but the first or last entry is asked for."""
 
     def __init__(self, row: Any, count: torch.SymInt) -> None:
         self.row, self.count = row, count
@@ -122,20 +145,22 @@ class Repeated:
     def __class__(self) -> type:
         return list
 
-    def _listed(self) -> list[Any]:
+    @property
+    def is_made(self) -> bool:
+        return "made" in vars(self)
+
+    @cached_property
+    def made(self) -> list[Any]:
         expr, count = private.sizes.expression_of(self.count), operator.index(self.count)
         if expr is not None:
             private.sizes.note(self.count, expr, count)
         return [self.row] * count
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._listed())
+    def __radd__(self, other: list[Any]) -> list[Any]:
+        return other + self.made
 
     def __getitem__(self, place: Any) -> Any:
-        return self.row if place in (0, -1) else self._listed()[place]
-
-    def __len__(self) -> int:
-        return len(self._listed())
+        return self.row if place in (0, -1) and not self.is_made else self.made[place]
 
 
 def _repeating(original: Any) -> Any:
@@ -240,9 +265,10 @@ def _integer(value: Any) -> Any:
     return value if type(value) is torch.SymInt else None
 
 
+@_made_when_asked(set)
 class Distinct:
-    """`set(values)` of numbers, free sizes among them: how many differ is decided by what they are; a set to whoever
-    asks for more, as for the first, which makes them numbers."""
+    """`set(values)` of numbers, free sizes among them, until more than their count is asked for, as their order is: how
+    many differ is decided by what they are."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = list[Any]()
@@ -255,23 +281,11 @@ class Distinct:
         return set
 
     @cached_property
-    def numbers(self) -> set[Any]:
+    def made(self) -> set[Any]:
         return {operator.index(one) if type(one) is torch.SymInt else one for one in self._values}
 
     def __len__(self) -> int:
-        return len(vars(self).get("numbers", self._values))
-
-
-def _of_numbers(name: str) -> Callable[..., Any]:
-    def method(self: Distinct, *args: Any) -> Any:
-        return getattr(self.numbers, name)(*args)
-
-    return method
-
-
-_COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
-for _name in ({*dir(set)} - {*dir(object), "__len__", "__class_getitem__"}) | _COMPARISONS:
-    setattr(Distinct, _name, _of_numbers(_name))
+        return len(vars(self).get("made", self._values))
 
 
 def _distinct(values: Any) -> Any:

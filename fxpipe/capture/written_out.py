@@ -66,6 +66,8 @@ def _ends(one: torch.Tensor, number: int, side: str) -> list[int]:
 def _tensor(func: Any, data: Any, **options: Any) -> torch.Tensor:
     if is_symbolic(data):
         return torch.scalar_tensor(data, **{"dtype": torch.int64, **options})
+    if type(data) is Repeated and data.is_made:
+        data = data.made
     if type(data) is not Repeated:
         return func(data, **options)  # type: ignore[no-any-return]
     row = func(data.row, **options)
