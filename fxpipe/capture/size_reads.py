@@ -24,7 +24,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy
@@ -140,6 +140,7 @@ class Repeated:
 
     def __init__(self, row: Any, count: torch.SymInt) -> None:
         self.row, self.count = row, count
+        self._made: list[Any] | None = None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -147,14 +148,16 @@ class Repeated:
 
     @property
     def is_made(self) -> bool:
-        return "made" in vars(self)
+        return self._made is not None
 
-    @cached_property
+    @property
     def made(self) -> list[Any]:
-        expr, count = private.sizes.expression_of(self.count), operator.index(self.count)
-        if expr is not None:
-            private.sizes.note(self.count, expr, count)
-        return [self.row] * count
+        if self._made is None:
+            expr, count = private.sizes.expression_of(self.count), operator.index(self.count)
+            if expr is not None:
+                private.sizes.note(self.count, expr, count)
+            self._made = [self.row] * count
+        return self._made
 
     def __radd__(self, other: list[Any]) -> list[Any]:
         return other + self.made
@@ -271,6 +274,7 @@ class Distinct:
     many differ is decided by what they are."""
 
     def __init__(self, values: Sequence[Any]) -> None:
+        self._made: set[Any] | None = None
         self._values = list[Any]()
         for one in values:
             if one not in self._values:
@@ -280,12 +284,14 @@ class Distinct:
     def __class__(self) -> type:
         return set
 
-    @cached_property
+    @property
     def made(self) -> set[Any]:
-        return {operator.index(one) if type(one) is torch.SymInt else one for one in self._values}
+        if self._made is None:
+            self._made = {operator.index(one) if type(one) is torch.SymInt else one for one in self._values}
+        return self._made
 
     def __len__(self) -> int:
-        return len(vars(self).get("made", self._values))
+        return len(self._values if self._made is None else self._made)
 
 
 def _distinct(values: Any) -> Any:
