@@ -47,6 +47,7 @@ from passes.blocks.checkpoints import checkpointed
 from passes.case import Case
 from passes.costs.block_costs import block_costs
 from passes.costs.frozen_layers import FrozenLayers, frozen_layers, seconds_of_layers
+from passes.costs.local import owners_reading
 from passes.costs.stage_bytes import StageBytes
 from passes.costs.work import StepWork
 from passes.step_ops import step_ops
@@ -170,6 +171,15 @@ class CostedStep:
         return checkpointed(self.captured, self.graph)
 
     @cached_property
+    def writes_frozen(self) -> tuple[str, ...]:
+        """What forward writes into the model that frozen work reads: it cannot be done a step early."""
+        owners = {name: component.name for component in self.graph.components for name in component.nodes}
+        written = {update.name for update in self.captured.updates}
+        placeholders = self.captured.graph.find_nodes(op="placeholder")
+        nodes = [node for node in placeholders if self.captured.tensors.get(node.name) in written]
+        return tuple(self.captured.tensors[node.name] for node in nodes if owners_reading([node], owners))
+
+    @cached_property
     def fingerprint(self) -> str:
         """Of the captured graph, what goes into it, and the blocks it was cut into: plans hold for no other step."""
         batch = f"{self.batch_size} {self.batch.divisible} {self.batch.loss_scale} {self.batch.whole_batch}"
@@ -225,6 +235,11 @@ def costed_step(
     captured, batch, count = _captured(example, cut, device, cache)
     if example.autocast is not None:
         _require_cast(captured, example.autocast)
+    if example.conditioning is not None and captured.updates:
+        raise CompileError(
+            f"forward writes into {captured.updates[0].name!r}, once more where a self-conditioned step makes its "
+            "first pass, which some steps leave out; write it outside of forward, after the optimizer's step"
+        )
     see("capture", captured)
     see("batch", batch)
 

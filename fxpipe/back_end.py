@@ -12,8 +12,10 @@ from fxpipe.plan.fewer_samples import first_samples
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.schedule_check import require as require_schedule
+from fxpipe.plan.state_update import StateUpdate
 from fxpipe.plan.step import Predicted, StepPlan
 from passes.lowering import Form, Lowered, lower_form
+from passes.lowering.state_updates import state_updates
 from passes.lowering.step_graphs import StepGraphs
 from passes.placement.cascade import first_stages
 
@@ -36,6 +38,11 @@ class BackEnd:
             costed.captured, costed.batch, costed.work, plan.staged, plan.microbatch_sizes, costed.frozen.nodes,
             self.device,
         )  # fmt: skip
+
+    @cached_property
+    def updates(self) -> tuple[StateUpdate, ...]:
+        """What forward writes into the model's own tensors."""
+        return state_updates(self.costed.captured, self.device)
 
     def require_schedules(self) -> None:
         """Refuse orders that are not correct, with their faults marked."""
@@ -80,4 +87,5 @@ class BackEnd:
             None if plan.best is None else Predicted(plan.best.seconds, plan.cost_model or plan.cluster),
             plan.staged.offloaded,
             lowered.gatherings,
+            self.updates,
         )  # fmt: skip

@@ -216,6 +216,11 @@ def _tell_left_out(step: CostedStep) -> None:
         warnings.warn(f"forward also returns {name}, which engines leave out: {why}", stacklevel=5)
 
 
+def _unfilled(step: CostedStep) -> tuple[str, ...]:
+    why = f"no frozen work is done a step early: it reads {', '.join(step.writes_frozen)}, which forward writes"
+    return (why,) if step.writes_frozen else ()
+
+
 @dataclass(frozen=True, eq=False)
 class Requested:
     """What is to be compiled, and how, checked as far as it can be before anything is captured.
@@ -246,6 +251,8 @@ class Requested:
         )
         if self.recompute is None:
             request = replace(request, recompute=step.checkpointed)
+        if step.writes_frozen:
+            request = replace(request, fill="none")
         require_possible(request)
         return step.on(self.cluster, request.world_size), request
 
@@ -272,7 +279,7 @@ class Requested:
         names = ", ".join(uncosted_ops(step.costs.values()))
         uncosted = (f"no FLOPs are counted for {names}",) if names else ()
         of_step = *step.captured.notes, *step.captured.inputs.notes, *uncosted, *self._checkpointed(step)
-        notes = *of_step, *self._unshared(made), *made.notes
+        notes = *of_step, *self._unshared(made), *_unfilled(step), *made.notes
         return replace(made, fingerprint=step.fingerprint, cost_model=self.priced, cut=cut, notes=notes)
 
     def _checkpointed(self, step: CostedStep) -> tuple[str, ...]:

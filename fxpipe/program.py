@@ -37,8 +37,17 @@ from fxpipe.run.local_engine import LocalEngine
 from fxpipe.run.nearness import Distance, Nearness, values_of
 from fxpipe.run.observe import Observe
 from fxpipe.run.one_device import StepResult, one_device, one_device_in_float32
+from fxpipe.run.state_updates import put_back
 from fxpipe.run.unchanged import Unchanged
-from fxpipe.run.verification import TOLERANCES, Tolerance, Verification, compare, compare_outputs, tolerance_of
+from fxpipe.run.verification import (
+    TOLERANCES,
+    Tolerance,
+    Verification,
+    compare,
+    compare_outputs,
+    compare_written,
+    tolerance_of,
+)
 from fxpipe.run.weights import Weights, readers, without_memory
 from fxpipe.shapes import Shapes
 from fxpipe.show.explain import Replanned, explain
@@ -184,7 +193,15 @@ class Program:
         tensors, size = self.step.tensors(args, kwargs)
         plan = replace(self.whole.smaller(size), offloaded=False)  # no optimizer will step
         engine = LocalEngine(plan, self._own_model, self.whole.state, seed, self._shown)
-        return StepResult(*engine.run(tensors, step), engine.gather_outputs() or {})
+        with put_back(self._rewritten) as written:
+            found = StepResult(*engine.run(tensors, step), engine.gather_outputs() or {}, written)
+        return found
+
+    @property
+    def _rewritten(self) -> dict[str, torch.Tensor]:
+        """The model's own tensors that forward writes to, by name."""
+        named = tensors_of(self.model)
+        return {update.name: named[update.name] for update in self.capture.updates}
 
     def _placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A call's tensors, on the device where they have values."""
@@ -212,15 +229,18 @@ class Program:
     def _verify(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int) -> Verification:
         result = self._run_local(args, kwargs, seed, step)
         draws, autocast = SeededDraws(seed, step, self.step.device), self.costed.example.autocast
-        own = self._shown_step(one_device(self.model, args, kwargs, draws, autocast))
+        with put_back(self._rewritten) as written:
+            own = self._shown_step(one_device(self.model, args, kwargs, draws, autocast))
         reference = own.loss, own.gradients, draws.count
         found = compare(result.loss, result.gradients, reference, len(self.capture.draws), self.tolerance)
         errors = compare_outputs(result.outputs, own.outputs, self.step.outputs)
         limit = tolerance_of(self.capture.graph, self.blocks.local, outputs=True)
-        found = replace(found, outputs=errors, output_tolerance=limit.value)
+        all_errors = {**errors, **compare_written(result.written, written)}
+        found = replace(found, outputs=all_errors, output_tolerance=limit.value)
         if not self.tolerance.is_low:
             return found
-        wide = self._shown_step(one_device_in_float32(self.model, args, kwargs, draws))
+        with put_back(self._rewritten):
+            wide = self._shown_step(one_device_in_float32(self.model, args, kwargs, draws))
         expected = replace(wide, outputs={name: wide.outputs[name] for name in errors})
         rounding = {name: TOLERANCES.get(value.dtype.to_real(), 0.0) for name, value in values_of(expected).items()}
         return replace(found, nearness=Nearness(Distance.of(result, expected), Distance.of(own, expected), rounding))

@@ -9,6 +9,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.capture import capture
@@ -208,6 +209,34 @@ def complex_entries(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h + torch.fft.ifft(low).real
 
 
+def write_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    s.scale += 1
+    return h * s.scale
+
+
+def write_parameter(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    view = s.b.weight.view(-1)
+    with torch.no_grad():
+        s.b.weight[1:].clamp_(-0.3, 0.3)
+    return h * view[:4] + h @ s.b.weight.detach()
+
+
+def write_parameter_after_it_is_read(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    h = h @ s.b.weight.clone()
+    s.attention.in_proj_bias.detach()[0] = 3
+    s.b.bias.data.mul_(0.5)
+    return h
+
+
+def swapped_buffers(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    one, other = s.norm.running_mean, s.norm.running_var
+    h = h * one.clone() + other.clone()
+    before = one.clone()
+    one.copy_(other)
+    other.copy_(before)
+    return h * torch.add(s.scale, 1, out=s.scale)
+
+
 EXACT: list[Middle] = [
     write_slice, two_views, read_view_after_base, transposed, permuted, by_index, by_mask, by_row_mask,
     rows_by_mask, scattered, copied, filled,
@@ -215,6 +244,7 @@ EXACT: list[Middle] = [
     constant_in_forward,
     cast_that_changes_nothing, cast_that_copies, keeps_its_type, inactive_dropout, activations, changed_shape,
     of_several_results, reshape_that_copies, logical, views_of_views, complex_entries,
+    write_buffer, write_parameter, write_parameter_after_it_is_read, swapped_buffers,
 ]  # fmt: skip
 
 
@@ -252,19 +282,52 @@ def write_view_of_input(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h
 
 
-def write_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
-    s.scale += 1
-    return h * s.scale
-
-
 def write_attribute(s: Step, h: Tensor, y: Tensor) -> Tensor:
     s.table.to(h.dtype)[0] += 1
     return h + s.table
 
 
-def write_parameter(s: Step, h: Tensor, y: Tensor) -> Tensor:
+def write_buffer_by_data(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    s.scale.mul_(0.9).add_(0.1 * h.detach().mean(0))
+    return h * s.scale
+
+
+def write_parameter_by_chance(s: Step, h: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
-        s.a.weight.clamp_(-1, 1)
+        s.a.weight.add_(torch.randn(4))
+    return h
+
+
+def write_parameter_between(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    h = h @ s.b.weight.clone()
+    with torch.no_grad():
+        s.b.weight.clamp_(-1, 1)
+    return h
+
+
+def write_parameter_by_another(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        s.b.weight.lerp_(s.attention.out_proj.weight, 0.1)
+    return h
+
+
+def write_buffer_by_several(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    s.scale.copy_((s.a.bias + s.b.bias).detach())
+    return h
+
+
+def write_buffer_with_gradient(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    s.scale.copy_(s.b.weight.mean(0))
+    return h
+
+
+def write_in_checkpoint(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    return checkpoint(lambda t: t * s.scale.add_(1), h, use_reentrant=False)
+
+
+def write_what_is_a_number(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    h = h * s.scale[0].item()
+    s.scale += 1
     return h
 
 
@@ -287,9 +350,18 @@ def write_expanded(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (write_through_detach, "through a detached tensor, into a value that requires grad"),
         (write_input, "into the input 'y' in place; clone it first"),
         (write_view_of_input, "into the input 'y' in place"),
-        (write_buffer, "changes the buffer 'scale'"),
+        (write_buffer_by_data, "changes the buffer 'scale' by what the batch holds"),
         (write_attribute, "changes the constant 'table'"),
-        (write_parameter, r"changes the parameter 'a.weight'; do that after the optimizer's step"),
+        (write_parameter_by_chance, r"changes the parameter 'a.weight' by .* drawn; do that after"),
+        (write_parameter_between, r"changes the parameter 'b.weight', which forward also reads as it was before"),
+        (write_parameter_by_another, r"changes the parameter 'b.weight' by another, 'attention.out_proj.weight'; do"),
+        (
+            write_buffer_by_several,
+            r"the buffer 'scale' by 2 parameters that are trained, .* ranks \('b.bias', 'a.bias', ",
+        ),
+        (write_buffer_with_gradient, r"'scale' to a value that requires grad, .*write it under torch.no_grad\(\)"),
+        (write_in_checkpoint, "changes the buffer 'scale' within a checkpoint, whose backward would write again"),
+        (write_what_is_a_number, "forward reads 'scale' as a number, and writes into it"),
         (resize, "aten.resize_.default: no functional form"),
         (write_expanded, "view aten.expand.default has no functional form"),
     ],

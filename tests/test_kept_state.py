@@ -31,6 +31,7 @@ class Keeper(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
         self.kept, self.between = kept, between
+        self.register_buffer("written", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
         loss: Tensor = self.last(self.between(self, self.first(x))).square().mean()
@@ -118,6 +119,13 @@ def of_weights(s: Keeper, h: Tensor) -> Tensor:
     return h * s.kept
 
 
+def of_written(s: Keeper, h: Tensor) -> Tensor:
+    if s.kept is None:
+        s.kept = s.written * 2
+    s.written += 1
+    return h * s.kept
+
+
 def drawn(s: Keeper, h: Tensor) -> Tensor:
     if s.kept is None:
         s.kept = torch.rand(4)
@@ -141,6 +149,7 @@ def drawn(s: Keeper, h: Tensor) -> Tensor:
         (None, around(), "'of_variable.calls', 0 before, to 1, and computes"),
         (itertools.cycle([1, 2]), lambda s, h: h * next(s.kept), "takes the next of a cycle that the model keeps"),
         (None, of_weights, "'kept', None before, to a tensor, and computes"),
+        (None, of_written, "'kept', None before, to a tensor, and computes"),
         (None, drawn, "'kept', None before, to a tensor, and computes"),
         (random.Random(0), lambda s, h: h * s.kept.random(), "draws from Python's or numpy's random"),
         (numpy.random.default_rng(0), lambda s, h: h * s.kept.random(), "draws from Python's or numpy's random"),

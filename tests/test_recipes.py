@@ -142,7 +142,22 @@ def preferred(m: Recipe, x: Tensor, labels: Tensor) -> Tensor:
     return -F.logsigmoid(-0.5 * ((better - worse) - (known - other))).mean()
 
 
-RECIPES = [edm, min_snr_v, rectified_flow, consistency, self_conditioned, skips_in_a_dict, rearranged, preferred]
+def updates_average(m: Recipe, x: Tensor, labels: Tensor) -> Tensor:
+    with torch.no_grad():
+        for old, new in zip(m.average.parameters(), m.net.parameters(), strict=True):
+            old.lerp_(new, 0.01)
+    return F.mse_loss(m.net(x, x[:, 0]), x)
+
+
+def counts_steps(m: Recipe, x: Tensor, labels: Tensor) -> Tensor:
+    m.steps += 1
+    return F.mse_loss(m.net(x, x[:, 0]), x)
+
+
+RECIPES = [
+    edm, min_snr_v, rectified_flow, consistency, self_conditioned, skips_in_a_dict, rearranged, preferred,
+    updates_average, counts_steps,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("loss", RECIPES)
@@ -187,16 +202,11 @@ def test_models_that_were_changed_are_exact(change: Callable[[Recipe], nn.Module
     exact(change(Recipe(rectified_flow)), batch(), microbatches=2, schedule="1f1b")
 
 
-def updates_average(m: Recipe, x: Tensor, labels: Tensor) -> Tensor:
+def follows_samples(m: Recipe, x: Tensor, labels: Tensor) -> Tensor:
+    """As codebooks do."""
     with torch.no_grad():
-        for old, new in zip(m.average.parameters(), m.net.parameters(), strict=True):
-            old.lerp_(new, 0.01)
-    return F.mse_loss(m.net(x, x[:, 0]), x)
-
-
-def counts_steps(m: Recipe, x: Tensor, labels: Tensor) -> Tensor:
-    m.steps += 1
-    return F.mse_loss(m.net(x, x[:, 0]), x)
+        m.steps.mul_(2).add_(x.argmax())
+    return F.mse_loss(m.net(x, x[:, 0]) - m.steps, x)
 
 
 def compares_samples(m: Recipe, x: Tensor, labels: Tensor) -> Tensor:
@@ -214,8 +224,7 @@ def goes_through_the_batch(m: Recipe, x: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
-        (updates_average, r"lerp_.*it changes the parameter 'average.time.weight'; do that after the optimizer's step"),
-        (counts_steps, r"it changes the buffer 'steps'.*keep other state outside forward"),
+        (follows_samples, r"mul_.*it changes the buffer 'steps' by what the batch holds, .* state outside forward"),
         (compares_samples, r"matmul.*multiplies samples of the batch with one another"),
         (clamps_the_loss, r"clamp.*only sums and products with constants may follow"),
         (

@@ -89,7 +89,8 @@ MODULES: dict[str, tuple[Any, int, dict[str, Any], str]] = {
         "forward casts or moves its module's own weights .*cast or move the whole model before compiling",
     ),
     "a buffer that counts": (
-        Denoiser(lambda self, x, time: self.conv(x) * self.count.add_(1)), 2, {}, "changes the buffer 'count'",
+        Denoiser(lambda self, x, time: self.conv(x) * self.count.add_(1)), 2, {},
+        r"changes the buffer 'count', which sampling leaves as it is; call .eval\(\)",
     ),
     "an attribute that counts": (
         Denoiser(counting), 2, {},

@@ -12,6 +12,7 @@ inputs, trees    a call's tensors by name         export        torch.export, wa
 own_gradients    of autograd functions, traced    own_graphs    taken out; backwards: the operation of each
 functionalise    no writes in place (views)       (watch, calls, weights, random_calls, transforms, written_out)
 known            numbers read from tensors         evaluation    what these hold, of a trace's nodes
+updates          what forward writes into parameters and buffers
 guards           what is taken for granted of inputs
 formulas         of operations in transforms
 outputs          what forward returns beside the loss  same, kept_tables      whether two captures are one step
@@ -46,6 +47,7 @@ from fxpipe.capture.outputs import Found, drop_unknown, is_number, outputs_of, s
 from fxpipe.capture.randomness import Draw
 from fxpipe.capture.sizes import expression
 from fxpipe.capture.surroundings import Surroundings
+from fxpipe.capture.updates import Update, refuse_all, require_plain, taken_out
 from fxpipe.capture.weights import check_weights
 from fxpipe.errors import CaptureError, ValuesError
 
@@ -59,8 +61,8 @@ class Capture:
     had to be given up, `left_out` names what a training step's forward returns beside the loss that is no output.
     `fingerprint` tells the step, as it was captured, from others; it is that while what forward has `read` as numbers
     keeps its value, and for calls whose inputs the `guards` hold of; `kept` tells of tensors that forward leaves on the
-    model, where no program does. Smaller batches than the call's, down to `fewest` samples, and larger ones up to
-    `most` (None is infinity), are computed by the same graph.
+    model, where no program does; `updates` are what it writes into the model's own tensors. Smaller batches than the
+    call's, down to `fewest` samples, and larger ones up to `most` (None is infinity), are computed by the same graph.
     """
 
     graph: fx.Graph
@@ -80,6 +82,7 @@ class Capture:
     read: Read = field(default_factory=dict)
     kept: tuple[str, ...] = ()
     guards: tuple[Guard, ...] = ()
+    updates: tuple[Update, ...] = ()
 
     @cached_property
     def nodes(self) -> Mapping[str, fx.Node]:
@@ -191,12 +194,13 @@ def capture(
     with torch.set_grad_enabled(result_of is loss_of):  # predictions are made without, which forward may ask for
         exported = export_step(model, inputs, examples, result, surroundings, given)
     outputs, others = found[-1]
-    captured = captured_from(model, exported, list(outputs))
+    captured = captured_from(model, exported, list(outputs), result_of is loss_of)
     return replace(captured, left_out=(*others, *captured.left_out))
 
 
-def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] = ()) -> Capture:
-    """The capture that a trace of `model` is; `outputs` names what it returns after its result."""
+def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] = (), is_step: bool = False) -> Capture:
+    """The capture that a trace of `model` is, of a training step (`is_step`) or a denoiser; `outputs` names what it
+    returns after its result."""
     inputs = exported.inputs
     tensors, constants = _name_placeholders(model, exported)
     tied = {name: first for name, first in _tied_names(model).items() if name != first}
@@ -205,7 +209,13 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     _refuse_sparse(exported.graph)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     wanted = {name for name, p in parameters.items() if p.requires_grad}
-    graph, overwritten = functionalise.run(exported.graph)
+    graph, overwritten, rewritten = functionalise.run(exported.graph)
+    _mark_requires_grad(graph, wanted, tensors)
+    if not is_step:
+        refuse_all(rewritten)
+    updates = taken_out(graph, rewritten, tensors)
+    held = {node.meta["state"]: constants[node.name] for node in graph.nodes if node.name in constants}
+    require_plain(model, updates, exported.numbers.read, held)
     _drop_no_ops(graph)
     _mark_requires_grad(graph, wanted, tensors)
     graph.eliminate_dead_code()
@@ -226,15 +236,17 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     state = [*parameters, *dict(model.named_buffers())]
     unused = tuple(n for n in state if n not in used and tied.get(n, n) not in used)
     trainable = frozenset(n for n in used if n in parameters and parameters[n].requires_grad)
-    constants = {name: constants[name] for name in constants if graph.find_nodes(op="placeholder", target=name)}
+    graphs = graph, *(update.graph for update in updates)
+    kept = {node.name for one in graphs for node in one.find_nodes(op="placeholder")}
+    constants = {name: constant for name, constant in constants.items() if name in kept}
     _refuse_foreign_gradients(graph, constants)
     graph.lint()
     batch = _batch(graph, exported)
     notes = () if batch else _notes(exported)
     return Capture(
         graph, inputs, tensors, constants, trainable, tied, draws, batch, unused, notes, exported.fewest,
-        exported.most, tuple(left_out), step_fingerprint(graph, draws), exported.numbers.read, exported.kept,
-        tuple(exported.numbers.guards),
+        exported.most, tuple(left_out), step_fingerprint(graph, draws, updates), exported.numbers.read, exported.kept,
+        tuple(exported.numbers.guards), updates,
     )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from torch import fx, nn
 
 from fxpipe.capture import private
 from fxpipe.capture.guards import on_host
-from fxpipe.capture.reach import reached
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ def _with_writes(node: fx.Node) -> list[fx.Node]:
         if one not in needed:
             needed.add(one)
             pending += one.all_input_nodes
-            same = reached([one], lambda of: [user for user in of.users if private.shares_memory(user, of)])
-            written = [of for of in same if private.writes(of)]
+            written = private.writers(one)
             if written and one.op != "call_function":
                 raise _Unknown
             pending += written

@@ -14,7 +14,7 @@ has no inverse is refused, with its place.
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -59,12 +59,40 @@ class Overwritten:
     write: fx.Node
 
 
-def run(graph: fx.Graph) -> tuple[fx.Graph, list[Overwritten]]:
-    """The functional form of `graph`, and its writes that autograd does not see."""
+@dataclass(frozen=True)
+class Rewritten:
+    """One of the model's own tensors that is written to: its placeholder, what it holds after each write, and where it
+    is written first."""
+
+    placeholder: fx.Node
+    values: list[fx.Node]
+    write: fx.Node
+
+    @property
+    def state(self) -> str:
+        """Its name."""
+        return str(self.placeholder.meta["state"])
+
+    @property
+    def new(self) -> fx.Node:
+        """What it holds in the end."""
+        return self.values[-1]
+
+
+class Functional(NamedTuple):
+    """A graph without writes in place: those that autograd does not see, and those into the model's own tensors."""
+
+    graph: fx.Graph
+    overwritten: list[Overwritten]
+    rewritten: list[Rewritten]
+
+
+def run(graph: fx.Graph) -> Functional:
+    """The functional form of `graph`."""
     rewriter = _Rewriter()
     for node in graph.nodes:
         rewriter.visit(node)
-    return rewriter.graph, rewriter.overwritten
+    return Functional(rewriter.graph, rewriter.overwritten, [*rewriter.rewritten.values()])
 
 
 def refuse_hidden_writes(overwritten: Iterable[Overwritten]) -> None:
@@ -74,7 +102,7 @@ def refuse_hidden_writes(overwritten: Iterable[Overwritten]) -> None:
     """
     for write in overwritten:
         if write.new.users and write.old.meta["requires_grad"]:
-            raise _refusal(
+            raise refusal(
                 write.write,
                 "it writes under no_grad, or through a detached tensor, into a value that requires grad; "
                 "write out of place, for instance x + (new - x).detach()",
@@ -86,6 +114,7 @@ class _Rewriter:
         self.graph = fx.Graph()
         self.members: dict[fx.Node, _Member] = {}
         self.overwritten: list[Overwritten] = []
+        self.rewritten: dict[fx.Node, Rewritten] = {}  # by the tensor's placeholder, as traced
 
     def visit(self, node: fx.Node) -> None:
         target = node.target
@@ -93,7 +122,7 @@ class _Rewriter:
             if torch.Tag.inplace_view in target.tags and private.packet_name(node.target) not in _REFUSED:
                 node.target = _functional_target(node)
             elif private.packet_name(node.target) == "requires_grad_":
-                raise _refusal(node, "gradients inside the forward pass are not supported")
+                raise refusal(node, "gradients inside the forward pass are not supported")
             else:
                 self._write(node)
                 return
@@ -132,7 +161,9 @@ class _Rewriter:
         written = written_by(node)
         member = self.members[written]
         value = self._functional(node, written)
-        _refuse_foreign(node, member.family.root)
+        root = member.family.root
+        is_own = root.meta.get("kind") in ("parameter", "buffer")
+        _refuse_foreign(node, root)
         self.members[node] = member  # an in-place operation's result is what it wrote to
         hidden = bool(node.meta.get("no_grad"))
         lineage: list[_Member] = [member]
@@ -143,9 +174,13 @@ class _Rewriter:
         for index, (one, old) in enumerate(zip(lineage, before, strict=True)):
             if index:
                 value, hidden = self._up(node, lineage[index - 1], old, value, hidden)
-            if hidden:
+            if hidden and not is_own:
                 self.overwritten.append(Overwritten(old, value, node))
-            one.node, one.version = value, member.family.version
+            if not is_own or one.parent is None:  # views of a parameter are made again, with its gradient
+                one.node, one.version = value, member.family.version
+        if is_own:
+            first = Rewritten(self.members[root].made, [], node)
+            self.rewritten.setdefault(root, first).values.append(value)
 
     def _up(self, write: fx.Node, view: _Member, base: fx.Node, value: fx.Node, hidden: bool) -> tuple[fx.Node, bool]:
         """The base's new value, from the view's; and whether autograd sees the way."""
@@ -155,7 +190,7 @@ class _Rewriter:
         new = inverse(self.graph, view.made, base, value)
         if new is None:
             why = f"a write through the view {source.target} has no functional form; write out of place"
-            raise _refusal(write, why)
+            raise refusal(write, why)
         if new is value:
             new = self.graph.call_function(aten.alias.default, (value,))
         new.meta = {"path": write.meta["path"], "val": base.meta["val"]} | ({"no_grad": True} if hidden else {})
@@ -173,7 +208,7 @@ class _Rewriter:
         wanted = written.meta["val"]
         value = private.fake_result(target, new.args, new.kwargs, wanted)
         if value.shape != wanted.shape:
-            raise _refusal(node, f"it changes the shape of its output from {list(wanted.shape)}; write out of place")
+            raise refusal(node, f"it changes the shape of its output from {list(wanted.shape)}; write out of place")
         new.meta["val"] = value
         if value.dtype != wanted.dtype:
             cast = self.graph.call_function(aten.to.dtype, (new, wanted.dtype))
@@ -238,7 +273,7 @@ def written_by(node: fx.Node) -> fx.Node:
     names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     given = private.arguments(node)
     if len(names) != 1 or not isinstance(given.get(names[0]), fx.Node) or private.packet_name(node.target) in _REFUSED:
-        raise _refusal(node, "no functional form of this in-place operation is known; write out of place")
+        raise refusal(node, "no functional form of this in-place operation is known; write out of place")
     return cast(fx.Node, given[names[0]])
 
 
@@ -252,7 +287,7 @@ def _functional_target(node: fx.Node) -> Any:
         found = getattr(packet, overload)
         if not found._schema.is_mutable and [str(a.type) for a in found._schema.arguments] == wanted:
             return found
-    raise _refusal(node, "no functional form of this in-place operation is known; write out of place")
+    raise refusal(node, "no functional form of this in-place operation is known; write out of place")
 
 
 def _with_defaults(inplace: Any, functional: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
@@ -263,21 +298,19 @@ def _with_defaults(inplace: Any, functional: Any, args: Any, kwargs: Any) -> tup
 
 
 def _refuse_foreign(node: fx.Node, root: fx.Node) -> None:
-    """Refuse a write into what outlives the step."""
+    """Refuse a write into what outlives the step, and is none of the model's parameters and buffers."""
     kind = root.meta.get("kind")
     if kind == "input":
-        raise _refusal(node, f"it writes into the input {root.meta['input']!r} in place; clone it first")
-    if kind == "parameter":
-        raise _refusal(node, f"it changes the parameter {root.meta['state']!r}; do that after the optimizer's step")
+        raise refusal(node, f"it writes into the input {root.meta['input']!r} in place; clone it first")
     if kind == "given":
-        raise _refusal(node, f"the backward of {root.meta['state']} writes into what it is given; clone it first")
-    if kind is not None:
-        raise _refusal(
+        raise refusal(node, f"the backward of {root.meta['state']} writes into what it is given; clone it first")
+    if kind == "constant":
+        raise refusal(
             node,
-            f"it changes the {kind} {root.meta['state']!r}, which micro-batches would change in another way; "
-            "call .eval() on a normalisation with running statistics, keep other state outside forward",
+            f"it changes the constant {root.meta['state']!r}, which is no buffer; register it as one, or keep what "
+            "changes outside forward",
         )
 
 
-def _refusal(node: fx.Node, why: str) -> CaptureError:
+def refusal(node: fx.Node, why: str) -> CaptureError:
     return CaptureError(f"{private.where(node)}: {node.target}: {why}")

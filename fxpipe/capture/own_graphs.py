@@ -113,7 +113,7 @@ def _graph_of(
             env[node] = graph.node_copy(node, lambda one: env[one])
             env[node].meta = dict(node.meta)
     graph.output(tuple(env[node] for node in grads))
-    graph, _ = functionalise.run(graph)
+    graph = functionalise.run(graph).graph
     graph.eliminate_dead_code()
     return graph, saved, sizes
 

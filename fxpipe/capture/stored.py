@@ -22,6 +22,7 @@ from fxpipe.capture import Capture, private
 from fxpipe.capture.expressions import Unwritable, expression_data, expression_of, symbol
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.randomness import Draw
+from fxpipe.capture.updates import Update
 
 _MOST_CONSTANT_BYTES = 1 << 22  # of all constants that are not the model's own: a capture is some MB
 _META = {"val", "path", "kind", "state", "input", "requires_grad", "no_grad", "autocast", "of"} | {
@@ -51,7 +52,8 @@ def to_data(captured: Capture, model: nn.Module) -> dict[str, Any]:
         raise Unwritable(f"forward reads {next(iter(captured.read))} as a number")
     if captured.guards:
         raise Unwritable(f"forward reads numbers of its input {captured.guards[0].inputs[0]}")
-    placeholders = captured.graph.find_nodes(op="placeholder")
+    graphs = captured.graph, *(update.graph for update in captured.updates)
+    placeholders = [node for graph in graphs for node in graph.find_nodes(op="placeholder")]
     states = {node.name: node.meta["state"] for node in placeholders if node.meta["kind"] == "constant"}
     return {
         "symbols": private.sizes.size_symbols([n.meta.get("val") for n in captured.graph.nodes]),
@@ -69,6 +71,9 @@ def to_data(captured: Capture, model: nn.Module) -> dict[str, Any]:
         "most": captured.most,
         "left_out": list(captured.left_out),
         "kept": list(captured.kept),
+        "updates": [
+            [one.name, [_node_data(node) for node in one.graph.nodes], one.is_first] for one in captured.updates
+        ],
         "fingerprint": captured.fingerprint,
     }
 
@@ -111,6 +116,7 @@ def from_data(data: Mapping[str, Any], inputs: InputSpec, model: nn.Module) -> C
         left_out=tuple(data["left_out"]),
         kept=tuple(data["kept"]),
         fingerprint=data["fingerprint"],
+        updates=tuple(Update(name, _graph(traced, nodes), first) for name, nodes, first in data["updates"]),
     )
 
 

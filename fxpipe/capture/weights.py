@@ -1,6 +1,6 @@
 """A model's own tensors: what they must be before forward is traced."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 
 import torch
@@ -25,6 +25,14 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by all their names."""
     named = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     return dict(chain(*named))
+
+
+def sharing_memory(model: nn.Module, name: str, constants: Mapping[str, torch.Tensor]) -> list[str]:
+    """Other parameters and buffers, or constants, in the memory of the parameter or buffer of this name."""
+    named = tensors_of(model)
+    others = {other: tensor for other, tensor in named.items() if tensor is not named[name]} | {**constants}
+    memory = private.memory_of(named[name])
+    return [other for other, tensor in others.items() if private.memory_of(tensor) == memory]
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -15,6 +15,7 @@ from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.outputs import Output
 from fxpipe.plan.rank_program import Gathering, Message, RankProgram, Reduction, Traffic
 from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.state_update import StateUpdate
 from fxpipe.plan.transport import Channel
 
 
@@ -34,7 +35,7 @@ class StepPlan:
     conditioned step `without` is what runs where a step draws no first pass, and `probability` that of one. `outputs`
     are what it returns beside the loss, `sends` its messages in an order in which all can be sent. `backend` is what
     stage graphs run by; `predicted` what a step in a row of them takes. Where it is `offloaded` the optimizer's states
-    are on the host.
+    are on the host. `updates` are what it writes into the model's own tensors.
     """
 
     inputs: InputSpec
@@ -56,6 +57,7 @@ class StepPlan:
     predicted: Predicted | None = None
     offloaded: bool = False
     gatherings: tuple[Gathering, ...] = ()
+    updates: tuple[StateUpdate, ...] = ()
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
         """A call's tensors by program input, of any number of samples, and that number; CompileError where names,

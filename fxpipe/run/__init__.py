@@ -11,7 +11,7 @@ launch         which rank this process is; the plan of rank 0          observe  
 engine_data    a rank's own samples (loader, local_batch)              shared_samples   samples that several ranks read
 shared_model   one model, trained on several ranks (ownership)         agreement      what ranks must have alike
 engine_base    what the parts of engines share                         accumulation   gradients of several batches
-host_states    optimizers whose states are on the host
+host_states    optimizers whose states are on the host                 state_updates  what forward writes into its model
 step_outputs   what a step returns beside the loss                     kinds          batches of several shapes
 verification   a step against the uncompiled model (one_device), in low precision by its nearness to float32
 scaler         scaled losses of float16, with one verdict on overflows

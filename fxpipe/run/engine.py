@@ -16,6 +16,7 @@ from fxpipe.errors import RunError
 from fxpipe.plan.outputs import WHOLE, Parts
 from fxpipe.plan.reads import batched_inputs, samples_read
 from fxpipe.plan.staged import equal_pipelines
+from fxpipe.plan.state_update import StateUpdate
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.transport import Channel, Transport
 from fxpipe.run.accumulation import Accumulation
@@ -31,6 +32,7 @@ from fxpipe.run.run_rank import Draws, NextBatch, run_rank
 from fxpipe.run.scaler import GradScaler
 from fxpipe.run.shared_model import SharedModel
 from fxpipe.run.shared_samples import agree_on_samples
+from fxpipe.run.state_updates import StateUpdates, routes
 from fxpipe.run.training import Ahead, Executed, Training
 from fxpipe.run.weights import Readers, read_own
 
@@ -139,6 +141,11 @@ class Engine(Training):
     def _step(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
         with told(self._transport):
             return super()._step(batch, following)
+
+    def _updates_of(self, plan: StepPlan) -> StateUpdates:
+        if id(plan) not in self._updates:
+            self._updates[id(plan)] = StateUpdates(plan.updates, self._given)
+        return self._updates[id(plan)]
 
     def _bring_values(self, plan: StepPlan) -> None:
         shared = self._shared_of(plan)
@@ -317,7 +324,7 @@ class Engine(Training):
         draws = Draws(plan, self.seed, step, self.device)
         nexts = None if ahead is None else NextBatch(Draws(plan, self.seed, ahead[0], self.device), ahead[1])
         self._transport.begin_form(lambda: plan.sends)
-        has_values = self._as_left and self._brought is plan
+        has_values = self._as_left and self._brought is plan and not plan.updates
         result = run_rank(
             self._modules[id(plan)], plan.program(self.rank), self._transport, draws, tensors,
             self._observe, nexts, carried, self._loss_scale, has_values,
@@ -325,6 +332,20 @@ class Engine(Training):
         self._brought = plan
         self._parts = result.outputs
         return result.loss, {self._shown(name): g for name, g in result.gradients.items()}, result.carries
+
+    def _write_state(self, plan: StepPlan, is_first: bool) -> None:
+        mine, copies = list[StateUpdate](), list[tuple[torch.Tensor, int, int]]()
+        for update in (one for one in plan.updates if one.is_first == is_first):
+            by, to = routes(update, self._given, plan.world_size)
+            copies += [(self._given[update.name], by[0], rank) for rank in to]
+            if self.rank in by:
+                mine.append(update)
+                for name in (*update.reads, update.name):
+                    at(self.device, self._given[name])
+        self._updates_of(plan).write(mine)
+        self._transport.copy_values(copies, "what forward writes into the model")
+        if plan.updates:
+            self._frozen_marks = marks_of(self._frozen().values())
 
     def _take(self, plan: StepPlan) -> None:
         """Hold the state of one more program of this rank; what it gathers never goes to the device whole."""

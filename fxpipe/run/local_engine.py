@@ -50,7 +50,9 @@ class LocalEngine(Training):
 
     def run(self, tensors: Tensors, step: int) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Loss and gradients by name, leaving `.grad` alone; the draws are those of step `step`."""
+        self._write_state(self._plan, is_first=True)
         loss, gradients, _ = self._execute(self._plan, step, tensors)
+        self._write_state(self._plan, is_first=False)
         assert loss is not None
         return loss, gradients
 

@@ -30,11 +30,13 @@ from fxpipe.capture.transforms import exact_transforms
 @dataclass(frozen=True)
 class StepResult:
     """One step, of all ranks or of one device: the whole batch's loss, the gradient of every trainable parameter that
-    has one, by its (first) name, and what forward returns beside the loss."""
+    has one, by its (first) name, what forward returns beside the loss, and what it has written into the model's own
+    tensors, which are as they were."""
 
     loss: torch.Tensor
     gradients: Mapping[str, torch.Tensor]
     outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    written: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def one_device(

@@ -35,6 +35,7 @@ from fxpipe.run.observe import Observe, Recording, both, shifted
 from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch
 from fxpipe.run.saves.engine_saves import EngineSaves
 from fxpipe.run.scaler import EngineScaler, GradScaler
+from fxpipe.run.state_updates import StateUpdates
 from fxpipe.run.step_outputs import StepOutputs
 from fxpipe.run.trained_model import TrainedModel, require_own
 from fxpipe.run.unchanged import Unchanged
@@ -96,6 +97,7 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         self.check_batches, self._closed = True, False
         self._loaders, self._positions = [], []
         self._modules: dict[int, Any] = {}  # by form: what runs it
+        self._updates: dict[int, StateUpdates] = {}  # by form: what it writes into the model
         self._loss_scale: torch.Tensor | None = None
         self._filled: FilledPlan | None = None
         self._parts, self._returned = {}, plan.outputs
@@ -242,6 +244,7 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         made = carried.made if carried and self._serves(carried, batch, weights) else None
         made = made if self._check(batch, following, made is not None) else None
         plan = self._of_size(batch.size)
+        self._write_state(plan, is_first=True)
         self._bring_values(plan)
         if self._make_filled is None or (made is None and following is None):
             now = self.step_index
@@ -249,6 +252,7 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         else:
             loss, gradients, _ = self._filled_step(self._forms(), batch, following, made, weights)
         assert loss is not None
+        self._write_state(plan, is_first=False)
         self.step_index += 1
         self._add_gradients(gradients, plan)
         if batch.part is not None and batch.part.trained is not None:
@@ -322,6 +326,15 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         """Called before a step with what it will run on, and whether its frozen work is done already; whether it is so
         on all ranks."""
         return has_made
+
+    def _updates_of(self, plan: StepPlan) -> StateUpdates:
+        if id(plan) not in self._updates:
+            self._updates[id(plan)] = StateUpdates(plan.updates, self._state)
+        return self._updates[id(plan)]
+
+    def _write_state(self, plan: StepPlan, is_first: bool) -> None:
+        """Called before and after a step: write what forward writes."""
+        self._updates_of(plan).write(update for update in plan.updates if update.is_first == is_first)
 
     def _bring_values(self, plan: StepPlan) -> None:
         """Called before a program runs: of what others have trained, it needs today's values."""

@@ -153,6 +153,11 @@ def compare_outputs(
     return {output.name: _output_error(real.get(output.name), reference[output.name]) for output in wanted}
 
 
+def compare_written(found: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The relative error of all that forward has written into the model's own tensors."""
+    return {f"{name}, as written": _output_error(found.get(name), value) for name, value in reference.items()}
+
+
 def _output_error(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:
     theirs = torch.view_as_real(theirs) if theirs.is_complex() else theirs
     if ours is None or ours.dtype != theirs.dtype:

@@ -41,7 +41,8 @@ class Rank{rank}(torch.nn.Module):
 
 
 def dump(program: "Program", directory: Path, filled: bool = False) -> Path:
-    """plan.txt, plan.json, blocks.txt, schedule.txt, schedule.json, traffic.txt, traffic.json and rank_<r>.py.
+    """plan.txt, plan.json, blocks.txt, schedule.txt, schedule.json, traffic.txt, traffic.json and rank_<r>.py, and
+    updates.py where forward writes into the model.
 
     With `filled` also fill.txt, and folders prologue, steady and epilogue with their traffic.txt and rank_<r>.py.
     """
@@ -62,7 +63,7 @@ def dump(program: "Program", directory: Path, filled: bool = False) -> Path:
         "schedule.json": json.dumps(order, indent=1),
         "traffic.json": _traffic(program.traffic()),
     }
-    _write(directory, texts | _ranks(program.step))
+    _write(directory, texts | _ranks(program.step) | _updates(program.step))
     if filled and program.filled is not None:
         assert program.plan.steady is not None
         _write(directory, {"fill.txt": program.plan.steady.text()})
@@ -104,6 +105,17 @@ def _write(directory: Path, texts: Mapping[str, str]) -> None:
 
 def _ranks(step: StepPlan) -> dict[str, str]:
     return {f"rank_{program.rank}.py": rank_text(program) for program in step.programs}
+
+
+def _updates(step: StepPlan) -> dict[str, str]:
+    """What is written into the model's own tensors, a function for each, named after it in a comment."""
+    texts = [
+        f"# {update.name}, {'before' if update.is_first else 'after'} every step\n"
+        + method(f"update_{number}", update.graph, {})
+        for number, update in enumerate(step.updates)
+    ]
+    head = '"""What forward writes into the model, once in a step; `self` is the model."""\n\nimport torch\n\n'
+    return {"updates.py": head + "aten = torch.ops.aten\n\n\n" + "\n\n\n".join(texts)} if texts else {}
 
 
 def rank_text(program: RankProgram) -> str:

@@ -6,6 +6,7 @@
     borders          what every unit reads, gives and trains, told from the capture; nothing is traced
     layout           who runs what, and what follows the last action; messages before it are `passes.step_ops.messages`
     stage_graphs     forward and explicit backward of the units that the wanted ranks run, traced
+    state_updates    what forward writes into the model's own tensors, which runs before and after the programs
     program_writer   one rank's actions as a graph; receives and sums are those of plans, `passes.step_ops.exchange`
     moments          an order of all sends that no rank can hold up, which every program is checked against
 

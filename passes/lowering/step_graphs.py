@@ -31,6 +31,7 @@ from passes.costs.work import StepWork
 from passes.lowering.borders import Border, border
 from passes.lowering.joint import Recompute, StageGraphs
 from passes.lowering.stage_graphs import trace_stage
+from passes.lowering.state_updates import held_whole
 from passes.lowering.units import Unit, Value, make_units, state_name, whole_batch_unit
 from passes.step_ops.sharding import owners
 from passes.step_ops.units import Units
@@ -212,6 +213,7 @@ class StepGraphs:
             return {}
         readers = Counter(name for key in self.units for name in self.border(key, self.sizes[0]).state)
         parameters = {state_name(self.capture, n.name) for n in self._placeholders if n.meta["kind"] == "parameter"}
+        parameters -= held_whole(self.capture)
         for stage, ranks in enumerate(staged.stage_ranks):
             if len(ranks) > 1 and staged.blocks(stage):
                 state = self.border(("F", stage), self.sizes[0]).state.items()

@@ -23,6 +23,7 @@ from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpipe.capture.private.process import replaced
+from fxpipe.capture.reach import reached
 
 # Raised where Python asks for a tensor's value, or for a size that depends on one.
 VALUE_ERRORS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
@@ -72,6 +73,12 @@ def shares_memory(node: fx.Node, operand: fx.Node) -> bool:
     return any(operand is one or (isinstance(one, list | tuple) and operand in one) for one in shared)
 
 
+def writers(node: fx.Node) -> list[fx.Node]:
+    """The operations that change what a value holds, directly or through what shows its memory."""
+    shown = reached([node], lambda of: [user for user in of.users if shares_memory(user, of)])
+    return [one for one in shown if writes(one)]
+
+
 def packet_name(target: Any) -> str:
     """An ATen operation's name without its overload; empty for anything else."""
     return str(getattr(getattr(target, "overloadpacket", None), "__name__", ""))
@@ -110,11 +117,16 @@ def argument(node: fx.Node, name: str) -> Any:
     return arguments(node).get(name)
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def storages(node: fx.Node) -> set[int]:
     """Identities of the memory that a traced value shows."""
     tensor = first_tensor(node.meta.get("val"))
     try:
-        return set() if tensor is None else {tensor.untyped_storage()._cdata}
+        return set() if tensor is None else {memory_of(tensor)}
     except NotImplementedError:  # inside vmap
         return set()
 

@@ -22,7 +22,7 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
 
 from fxpipe.capture.private.functions import under_transform
-from fxpipe.capture.private.nodes import mode_of, tensors_in
+from fxpipe.capture.private.nodes import mode_of, tensors_in, writers
 from fxpipe.capture.private.process import replaced
 from fxpipe.errors import CaptureError
 
@@ -101,13 +101,14 @@ def noted_without_gradients() -> Iterator[None]:
 def moving_values(
     sources: Iterable[torch.Tensor], constants: Sequence[torch.Tensor]
 ) -> tuple[Callable[[torch.Tensor], bool], list[torch.Tensor]]:
-    """Whether a value of the trace that is going on depends on any of `sources`, on random numbers, or on one of these
-    constants; and which of these the trace has read."""
+    """Whether a value of the trace that is going on depends on any of `sources`, on random numbers, on what the trace
+    writes to, or on one of these constants; and which of these the trace has read."""
     mode = get_proxy_mode()
     if mode is None:
         return lambda tensor: False, []
     tracer: Any = mode.tracer
     moving, read = {traced_node(tensor) for tensor in sources}, list[torch.Tensor]()
+    moving |= {node for node in tracer.graph.find_nodes(op="placeholder") if writers(node)}
     for node in tracer.graph.nodes:
         held = getattr(tracer.root, node.target) if node.op == "get_attr" and node.users else None
         drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -1,0 +1,130 @@
+"""What forward writes into the model's own parameters and buffers, made of such alone: once in a step.
+
+    with no_grad(): w.copy_(unit(w))       update: w = unit(w), before the step
+    y = linear(x, w)                       y = linear(x, w)
+    u.copy_(power(w, u))                   update: u = power(w, u), after the step
+    return y / sigma(w, u)                 return y / sigma(w, power(w, u))
+    n.add_(1)                              update: n = add(n, 1), after the step
+
+The gradient of a trained parameter is that of what forward reads, so a parameter that it reads as written is written
+before the step. All else is written after it, and computed in it wherever forward reads what it has written.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from fxpipe.capture.functionalise import Rewritten, refusal
+from fxpipe.capture.randomness import is_random
+from fxpipe.capture.reach import reached
+from fxpipe.capture.weights import sharing_memory
+from fxpipe.errors import CaptureError
+
+_LATER = "; do that after the optimizer's step"
+_OUTSIDE = (
+    ", which micro-batches would change in another way; call .eval() on a normalisation with running statistics, keep "
+    "other state outside forward"
+)
+_CHECKPOINT = "within a checkpoint, whose backward would write again; leave that out, and compile with recompute=True"
+
+
+@dataclass(frozen=True)
+class Update:
+    """The new value of the parameter or buffer `name`: `graph` returns it, and has what it reads as placeholders.
+
+    `is_first`: it is written before the step, which reads it; otherwise after it.
+    """
+
+    name: str
+    graph: fx.Graph
+    is_first: bool
+
+
+def taken_out(graph: fx.Graph, rewritten: Sequence[Rewritten], tensors: Mapping[str, str]) -> tuple[Update, ...]:
+    """Take the writes of a functional graph out of it, whose nodes know whether they require grad; `tensors` are the
+    names of its placeholders.
+
+    Raises:
+        CaptureError: what is written depends on anything else, or is read both before and after.
+    """
+    for one in rewritten:
+        _require_of_own(one)
+    trained = {one.new: one for one in rewritten if one.placeholder.meta["requires_grad"]}
+    (output,) = graph.find_nodes(op="output")
+    ends = [output, *(one.new for one in rewritten if one.new not in trained)]
+    read = set(reached(ends, lambda node: () if node in trained else node.all_input_nodes))
+    for new, one in trained.items():
+        if not read.isdisjoint(one.values[:-1]) or {new, one.placeholder} <= read:
+            why = ", which forward also reads as it was before, or between two writes: write it once, before it is read"
+            raise refusal(one.write, f"it changes the parameter {one.state!r}{why}")
+    first = [one for one in trained.values() if one.placeholder not in read]
+    updates = [Update(tensors[one.placeholder.name], _graph_of(one.new), True) for one in first]
+    for one in first:
+        one.new.replace_all_uses_with(one.placeholder)
+    later = [one for one in rewritten if one not in first]
+    return (*updates, *(Update(tensors[one.placeholder.name], _graph_of(one.new), False) for one in later))
+
+
+def refuse_all(rewritten: Iterable[Rewritten]) -> None:
+    """Refuse a denoiser's writes."""
+    for one in rewritten:
+        why = "which sampling leaves as it is; call .eval() on the model, or write it outside of forward"
+        raise refusal(one.write, f"it changes the {one.placeholder.meta['kind']} {one.state!r}, {why}")
+
+
+def _require_of_own(one: Rewritten) -> None:
+    """Refuse what no step can write once for all of its micro-batches."""
+    kind, is_trained = one.placeholder.meta["kind"], one.placeholder.meta["requires_grad"]
+    made_of = [*reached([one.new], lambda node: node.all_input_nodes)]
+    given = [node for node in made_of if node.op == "placeholder"]
+    others = [node for node in given if node.meta["kind"] == "parameter" and node is not one.placeholder]
+    is_drawn = any(node.op == "call_function" and is_random(node.target, node.args) for node in made_of)
+    changes = f"it changes the {kind} {one.state!r}"
+    if is_drawn or any(node.meta["kind"] == "input" for node in given):
+        remedy = _LATER if kind == "parameter" else _OUTSIDE
+        raise refusal(one.write, f"{changes} by what the batch holds, or is drawn{remedy}")
+    if "checkpoint" in one.write.meta:
+        raise refusal(one.write, f"{changes} {_CHECKPOINT}")
+    if is_trained and others:
+        raise refusal(one.write, f"{changes} by another, {others[0].meta['state']!r}{_LATER}")
+    learning = [repr(node.meta["state"]) for node in others if node.meta["requires_grad"]]
+    if len(learning) > 1:
+        why = (
+            f"by {len(learning)} parameters that are trained, maybe on different ranks ({', '.join(learning[:2])}, ...)"
+        )
+        raise refusal(one.write, f"{changes} {why}; do that after the optimizer's step and engine.sync_model()")
+    if one.new.meta["requires_grad"] and not is_trained:
+        why = "to a value that requires grad, whose gradient goes on into the step before"
+        raise refusal(one.write, f"{changes} {why}; write it under torch.no_grad()")
+
+
+def _graph_of(value: fx.Node) -> fx.Graph:
+    """What makes it, as a graph of its own."""
+    needed = set(reached([value], lambda node: node.all_input_nodes))
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in value.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = {**node.meta, "requires_grad": False}
+    graph.output(copies[value])
+    return graph
+
+
+def require_plain(
+    model: nn.Module, updates: Sequence[Update], read: Mapping[str, object], constants: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse writes that something else shows than the tensor itself: others in its memory, also `constants` by their
+    names, or numbers that forward has `read` of it."""
+    for update in updates:
+        if update.name in read:
+            raise CaptureError(
+                f"forward reads {update.name!r} as a number, and writes into it, so that the next step would be "
+                "another; keep it a tensor (torch.where instead of if, no .item())"
+            )
+        if others := sharing_memory(model, update.name, constants):
+            raise CaptureError(
+                f"forward writes into {update.name!r}, in whose memory {others[0]!r} is, too: clone it in __init__, or "
+                "write it outside of forward"
+            )

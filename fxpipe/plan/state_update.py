@@ -1,0 +1,26 @@
+"""What a step writes into a parameter or buffer of the model, beside its gradients."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from fxpipe.plan.rank_program import bound, nest
+
+
+@dataclass(frozen=True)
+class StateUpdate:
+    """The new value of `name`: `graph` returns it alone, and has the tensors `reads` as attributes of these names.
+
+    With `is_first` it is written before the step's programs run, else after them.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    graph: fx.Graph
+    is_first: bool
+
+    def bound(self, state: Mapping[str, torch.Tensor]) -> nn.Module:
+        """What returns it, of tensors by name."""
+        return bound(nest({name: state[name] for name in self.reads}), self.graph, "update")
