@@ -30,7 +30,7 @@ class Autocast(nn.Module):
         self.qkv, self.out, self.up = nn.Linear(8, 24), nn.Linear(8, 8), nn.Conv2d(8, 4, 3, padding=1)
 
     def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
-        with torch.autocast("cpu", self.dtype):
+        with torch.autocast(sample.device.type, self.dtype):
             return self.predict(sample, timestep)
 
     def predict(self, sample: Tensor, timestep: Tensor) -> Tensor:
@@ -68,6 +68,12 @@ def test_patches_cast_what_one_device_casts(attend: str, ranks: int) -> None:
         assert found.dtype == expected.dtype == torch.bfloat16
         apart, cast = ((one.float() - expected.float()).abs().mean() for one in (found, plain))
         assert apart < 0.05 * cast  # sums of another order may round to another number
+
+
+def test_an_autocast_of_a_model_without_weights() -> None:
+    model, example = Autocast("fused").to("meta"), {name: one.to("meta") for name, one in call(12).items()}
+    graph = fxpipe.compile_sampler(model, 2, example=example, sample={"sample": 2}).step.traced.captured.graph
+    assert any(getattr(node.meta.get("val"), "dtype", None) == torch.bfloat16 for node in graph.nodes)
 
 
 def test_an_autocast_that_casts_nothing() -> None:

@@ -30,8 +30,11 @@ class Surroundings:
 
     @classmethod
     def of_call(cls, model: nn.Module) -> "Surroundings | None":
-        """The autocast that a call is inside of here, on the device where the model is; None where it casts nothing."""
+        """The autocast that a call is inside of here, on the device where the model is; None where it casts nothing.
+        A model on the meta device, where there is none to open, is traced as on the CPU."""
         device = next((t.device for t in chain(model.parameters(), model.buffers())), torch.device("cpu"))
+        if device.type == "meta":
+            return cls(torch.device("cpu"))
         if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
             return None
         return cls(device, torch.get_autocast_dtype(device.type))
