@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.capture.inputs import call_of
+from fxpipe.errors import RunError
 from fxpipe.run.agreement import checksum
 from tests.distributed import run_processes, start_processes
 from tests.peer_cases import PEER_CASES
@@ -106,6 +107,30 @@ def test_ranks_that_disagree_are_told_so(what: str, message: str) -> None:
     assert every[1].returncode not in (0, None)
     assert message in every[1].output
     assert what == "plan" or (every[0].returncode != 0 and message in every[0].output)
+
+
+def go_on() -> tuple[str, list[float]]:
+    """What an engine says after a step that has failed, and the losses of it and of another."""
+    program, _ = _compile("crossed_skips", 2, "wave")
+    batch = program.model.example_inputs(5)
+    engine = program.engine()
+    losses = [float(engine.step(batch))]
+    with pytest.raises(RunError, match="another batch"):
+        engine.step(program.model.example_inputs(5 - engine.rank))
+    with pytest.raises(RunError) as told:
+        engine.step(batch)
+    engine.close()
+    engine = program.engine()
+    losses.append(float(engine.step(batch)))
+    engine.close()
+    return str(told.value), losses
+
+
+def test_an_engine_that_has_failed_says_so_and_another_goes_on() -> None:
+    for told, (first, second) in run_processes(2, go_on):
+        assert "another batch" in told
+        assert "this engine has ended: close() it, and go on with another" in told
+        assert first == second
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
