@@ -212,6 +212,7 @@ def _(number: int) -> float:
         lambda x, n: x * ([0] * n[0].item() == [0] * 5) + len([2] * n[1].item() + [3]),
         lambda x, n: x * int(n[0].item() * 0.41 * 100),
         lambda x, n: x * ((n[0] * 10**12).item() % 7),
+        lambda x, n: x * n[0].item() + ("%d" % n[0] == "5"),  # noqa: UP031
         _if_it_is_a_key,
         lambda x, n: x * _of_kind(n[0].item()) if numpy.isscalar(n[1].item()) else x,
         lambda x, n: x * divmod(n[0].item(), 2)[0] + ~n[1].item() + getattr(n[0].item(), "numerator", 0),

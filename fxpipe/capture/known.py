@@ -168,8 +168,10 @@ def _name_of(held: NumbersRead, tensor: torch.Tensor) -> str:
 
 
 def _read(func: Any, tensor: torch.Tensor, *args: Any) -> Any:
-    are_sizes = func in _SIZES and tensor.dtype in (torch.int32, torch.int64)
-    known, held = _known(tensor, is_truth=func is torch.Tensor.__bool__, are_sizes=are_sizes), _held.get()
+    held = _held.get()
+    by_python = func is torch.Tensor.__int__ and held is not None and bool(held.sizes)  # which wants a number
+    are_sizes = func in _SIZES and not by_python and tensor.dtype in (torch.int32, torch.int64)
+    known = _known(tensor, is_truth=func is torch.Tensor.__bool__, are_sizes=are_sizes)
     if known is None:
         if held is not None:
             held.unknown = True
@@ -181,8 +183,7 @@ def _read(func: Any, tensor: torch.Tensor, *args: Any) -> Any:
     value, guard = known
     with private.outside_trace(), private.outside_fakes():
         found = func(value, *args)
-    is_number = func is torch.Tensor.__int__  # which Python wants
-    return _free(found, guard) if are_sizes and not is_number else found
+    return _free(found, guard) if are_sizes else found
 
 
 def size_names(place: int, value: torch.Tensor) -> list[str | None]:
