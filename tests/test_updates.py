@@ -166,6 +166,18 @@ def test_frozen_work_that_reads_what_is_written_is_not_done_a_step_early(layer: 
     torch.testing.assert_close(*(model.state_dict() for model in models), rtol=1e-10, atol=1e-12)
 
 
+class Returns(Writes):
+    def forward(self, x: Tensor, target: Tensor) -> Any:
+        return super().forward(x, target), {"mean": self.mean, "count": self.count}
+
+
+def test_what_is_written_may_be_returned() -> None:
+    made = program(Returns(), 2, ROWS[0], LINE)
+    report = made.verify(**batch(0, ROWS[0]))
+    assert report.ok, report
+    assert report.outputs.keys() > {"mean", "count", "mean, as written", "layers.0.weight, as written"}
+
+
 def test_a_step_written_twice_in_some_steps_is_refused() -> None:
     with pytest.raises(fxpipe.CompileError, match=r"writes into 'layers.0.weight', once more where a self-conditioned"):
         fxpipe.compile(fxpipe.SelfConditioning(Writes()), 2, example_inputs=batch(0, ROWS[0]))
@@ -184,7 +196,7 @@ class Shared(nn.Module):
         return (self.layer(x) * self.table).mean()
 
 
-@pytest.mark.parametrize("other", [lambda m: m.layer.bias.detach(), lambda m: m.table[1:]])
+@pytest.mark.parametrize("other", [lambda m: m.layer.bias.detach(), lambda m: m.table, lambda m: m.table[1:]])
 def test_what_others_show_is_not_written(other: Callable[[Shared], Tensor]) -> None:
     with pytest.raises(CaptureError, match=r"writes into 'written', in whose memory '.*' is, too: clone it"):
         fxpipe.compile(Shared(other), 2, example_inputs=(torch.zeros(4, WIDTH),))

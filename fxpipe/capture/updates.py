@@ -19,7 +19,7 @@ from torch import fx, nn
 from fxpipe.capture.functionalise import Rewritten, refusal
 from fxpipe.capture.randomness import is_random
 from fxpipe.capture.reach import reached
-from fxpipe.capture.weights import sharing_memory
+from fxpipe.capture.weights import by_memory
 from fxpipe.errors import CaptureError
 
 _LATER = "; do that after the optimizer's step"
@@ -59,12 +59,16 @@ def taken_out(graph: fx.Graph, rewritten: Sequence[Rewritten], tensors: Mapping[
         if not read.isdisjoint(one.values[:-1]) or {new, one.placeholder} <= read:
             why = ", which forward also reads as it was before, or between two writes: write it once, before it is read"
             raise refusal(one.write, f"it changes the parameter {one.state!r}{why}")
+    places = {node: place for place, node in enumerate(graph.nodes)}
+
+    def update(one: Rewritten, is_first: bool) -> Update:
+        return Update(tensors[one.placeholder.name], _graph_of(one.new, places), is_first)
+
     first = [one for one in trained.values() if one.placeholder not in read]
-    updates = [Update(tensors[one.placeholder.name], _graph_of(one.new), True) for one in first]
+    updates = [update(one, True) for one in first]
     for one in first:
         one.new.replace_all_uses_with(one.placeholder)
-    later = [one for one in rewritten if one not in first]
-    return (*updates, *(Update(tensors[one.placeholder.name], _graph_of(one.new), False) for one in later))
+    return (*updates, *(update(one, False) for one in rewritten if one not in first))
 
 
 def refuse_all(rewritten: Iterable[Rewritten]) -> None:
@@ -100,14 +104,12 @@ def _require_of_own(one: Rewritten) -> None:
         raise refusal(one.write, f"{changes} {why}; write it under torch.no_grad()")
 
 
-def _graph_of(value: fx.Node) -> fx.Graph:
+def _graph_of(value: fx.Node, places: Mapping[fx.Node, int]) -> fx.Graph:
     """What makes it, as a graph of its own."""
-    needed = set(reached([value], lambda node: node.all_input_nodes))
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in value.graph.nodes:
-        if node in needed:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = {**node.meta, "requires_grad": False}
+    for node in sorted(reached([value], lambda node: node.all_input_nodes), key=places.__getitem__):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = {**node.meta, "requires_grad": False}
     graph.output(copies[value])
     return graph
 
@@ -117,13 +119,17 @@ def require_plain(
 ) -> None:
     """Refuse writes that something else shows than the tensor itself: others in its memory, also `constants` by their
     names, or numbers that forward has `read` of it."""
+    memory = by_memory(model, constants) if updates else {}
     for update in updates:
         if update.name in read:
             raise CaptureError(
                 f"forward reads {update.name!r} as a number, and writes into it, so that the next step would be "
                 "another; keep it a tensor (torch.where instead of if, no .item())"
             )
-        if others := sharing_memory(model, update.name, constants):
+        shared = next(names for names in memory.values() if update.name in names)
+        own = shared[update.name]
+        others = [name for name, tensor in shared.items() if tensor is not own or name in constants]
+        if others:
             raise CaptureError(
                 f"forward writes into {update.name!r}, in whose memory {others[0]!r} is, too: clone it in __init__, or "
                 "write it outside of forward"

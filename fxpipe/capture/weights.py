@@ -27,12 +27,12 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(chain(*named))
 
 
-def sharing_memory(model: nn.Module, name: str, constants: Mapping[str, torch.Tensor]) -> list[str]:
-    """Other parameters and buffers, or constants, in the memory of the parameter or buffer of this name."""
-    named = tensors_of(model)
-    others = {other: tensor for other, tensor in named.items() if tensor is not named[name]} | {**constants}
-    memory = private.memory_of(named[name])
-    return [other for other, tensor in others.items() if private.memory_of(tensor) == memory]
+def by_memory(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+    """Parameters, buffers and constants by name, by the memory that they are in."""
+    found = dict[int, dict[str, torch.Tensor]]()
+    for name, tensor in (*tensors_of(model).items(), *constants.items()):
+        found.setdefault(private.memory_of(tensor), {})[name] = tensor
+    return found
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -71,7 +71,7 @@ def one_device(
                 torch.func.functional_call(model, dict(state), args, dict(kwargs)) if state else model(*args, **kwargs)
             )
         loss = loss_of(output)
-        beside = {name: value.detach() for name, value in outputs_of(output)[0].items()}
+        beside = {name: value.detach().clone() for name, value in outputs_of(output)[0].items()}  # some are the model's
         if not loss.requires_grad:
             return StepResult(loss, {}, beside)
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
