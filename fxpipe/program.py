@@ -37,6 +37,7 @@ from fxpipe.run.local_engine import LocalEngine
 from fxpipe.run.nearness import Distance, Nearness, values_of
 from fxpipe.run.observe import Observe
 from fxpipe.run.one_device import StepResult, one_device, one_device_in_float32
+from fxpipe.run.saves.base import Base
 from fxpipe.run.state_updates import put_back
 from fxpipe.run.unchanged import Unchanged
 from fxpipe.run.verification import (
@@ -294,12 +295,13 @@ class Program:
         return self._completed(Engine(*given, self.smaller, self._kinds(whole=False), weights=found))
 
     def _completed(self, engine: AnEngine) -> AnEngine:
-        """It can write what is predicted beside what it measures, and sees whether the model is as it was."""
+        """It can write what is predicted beside what it measures, and sees what of the model was changed since."""
         engine.write_trace = lambda measured, path, filled: self.trace(path, filled, measured)
         read = {*self.capture.tensors.values()}
         used = {name: tensor for name, tensor in self.state.items() if name in read}
         given = self.model, used, self.settings, self._is_as_captured
         engine.unchanged = Unchanged(*given, self._values_read)
+        engine.base = Base(self._own_model)
         return engine
 
     def _values_read(self) -> list[Read]:

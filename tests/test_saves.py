@@ -133,6 +133,22 @@ def test_weights_that_are_frozen_can_be_left_out(tmp_path: Path) -> None:
         fxpipe.load_checkpoint(tmp_path, other)
 
 
+def test_frozen_weights_that_were_written_are_not_left_out(tmp_path: Path) -> None:
+    """As those of a target network, which is an average of what is trained."""
+    model = Adapted("adapters")
+    program = fxpipe.compile(model, 2, example_inputs=batch(0, ROWS), microbatches=2, **LINE)
+    engine = program.local_engine(seed=SEED)
+    with torch.no_grad():
+        model.layers[1].weight[2, 3] += 1
+        model.layers[2].bias.data *= 2
+    engine.save(tmp_path, trainable_only=True)
+    keys = parts.Part(*tmp_path.glob("*/*.safetensors")).sums.keys()
+    assert {key for key in keys if key.startswith("model.layers")} == {"model.layers.1.weight", "model.layers.2.bias"}
+    other = Adapted("adapters")
+    fxpipe.load_checkpoint(tmp_path, other)
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0.0, atol=0.0)
+
+
 def test_values_come_back_as_they_were() -> None:
     value = {
         1: (None, True, [1, 2.5, "text"]), ("a", 2): Counter({3: 2}), "nan": float("inf"), "empty": {},

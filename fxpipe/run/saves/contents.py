@@ -11,7 +11,6 @@ Nothing depends on who holds which layer, or on a parameter's number.
 from typing import Any
 
 import torch
-from torch import nn
 
 from fxpipe.run.saves.optimizers import optimizer_state
 from fxpipe.run.saves.parts import tensor_sum
@@ -27,7 +26,7 @@ def contents(run: Run, trainable_only: bool) -> tuple[dict[str, torch.Tensor], d
     for name, tensor in named_state(run.model).items():
         if not run.writes(tensor):
             continue
-        if trainable_only and not (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
+        if trainable_only and not tensor.requires_grad and run.base.has(tensor):
             frozen[name] = tensor_sum(tensor)
         else:
             tensors[f"model.{name}"] = tensor

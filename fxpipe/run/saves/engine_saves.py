@@ -14,6 +14,7 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.run.engine_base import EngineBase
 from fxpipe.run.saves import folders
+from fxpipe.run.saves.base import NO_BASE, Base
 from fxpipe.run.saves.choice import Loaded, load, on_all, sections_of
 from fxpipe.run.saves.contents import contents
 from fxpipe.run.saves.parts import part_name, write_part
@@ -24,6 +25,7 @@ from fxpipe.run.saves.writing import Writing, not_written
 class EngineSaves(EngineBase):
     """What a run needs to survive."""
 
+    base: Base = NO_BASE
     _writing: Writing | None = None
 
     def save(
@@ -49,7 +51,8 @@ class EngineSaves(EngineBase):
             extra: values, or objects with `state_dict` and `load_state_dict`, by name, such as averages of weights, a
                 loader that knows its position, and other engines over the same model, for their seed and step index.
                 Tensors by a parameter's name are taken where it is trained.
-            trainable_only: leave frozen weights and buffers out; they must be the same when it is loaded.
+            trainable_only: leave frozen weights and buffers out that nobody has written to since the engine was made;
+                they must be the same when it is loaded.
             asynchronous: copy to the CPU, then write while training goes on. The next `save` or `close` waits for it,
                 and raises what went wrong.
 
@@ -130,8 +133,9 @@ class EngineSaves(EngineBase):
         others = {name: Progress(of) if isinstance(of, EngineSaves) else of for name, of in (extra or {}).items()}
         own = {"engine": Progress(self), "random": RandomState(self.device)}
         return Run(
-            self._model, optimizer, own | sections_of(scheduler, others), self.rank, self._num_writers, self._owners
-        )
+            self._model, optimizer, own | sections_of(scheduler, others), self.rank, self._num_writers, self._owners,
+            self.base,
+        )  # fmt: skip
 
     def _finish(self) -> None:
         """Collective: the last save is complete, on all ranks."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from fxpipe.errors import RunError
 from fxpipe.run.ownership import as_is
+from fxpipe.run.saves.base import NO_BASE, Base
 
 
 @runtime_checkable
@@ -60,7 +61,8 @@ class RandomState:
 class Run:
     """A model in training, as one rank has it.
 
-    `sections` are what else belongs to the run, by name, `Stateful` or values; `owners` tells who trains a parameter.
+    `sections` are what else belongs to the run, by name, `Stateful` or values; `owners` tells who trains a parameter,
+    `base` what was not written since the run began.
     """
 
     model: nn.Module
@@ -69,6 +71,7 @@ class Run:
     rank: int = 0
     num_ranks: int = 1
     owners: Callable[[nn.Parameter], tuple[int, ...]] = lambda parameter: ()
+    base: Base = NO_BASE
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether its value and its state are this rank's, too."""
