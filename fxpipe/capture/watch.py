@@ -166,7 +166,10 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     yield
     for name, buffer in model.named_buffers():
         if before.get(name) is not buffer:
-            raise CaptureError(f"forward replaces its buffer {name!r}, which a graph cannot; keep it outside forward")
+            raise CaptureError(
+                f"forward replaces its buffer {name!r}, which a graph cannot; write into it (copy_, add_), or keep it "
+                "outside forward"
+            )
 
 
 @contextmanager
@@ -217,7 +220,10 @@ _APPLY: Any = nn.Module._apply
 _COND = "torch.cond decides by a tensor's value; compute both branches and choose with torch.where"
 _HOOK = "a gradient hook on a tensor cannot be captured; do what it does in the backward of an autograd function"
 _GRADIENT = "gradients computed inside forward (a gradient penalty?) cannot be captured; use torch.func.grad or jvp"
-_DATA = "forward sets the .data of a tensor, which a graph cannot; compute a new tensor, and update weights elsewhere"
+_DATA = (
+    "forward sets the .data of a tensor, which a graph cannot; write into it (copy_ under torch.no_grad()), or compute "
+    "a new tensor"
+)
 _PACKED = (
     "packed sequences have sizes that lengths decide; run the recurrent layer on the padded ones, and leave out what "
     "is behind their ends (a mask, or gather of the last step)"
