@@ -84,6 +84,7 @@ CHANGES: list[tuple[Callable[[Layers], Any], str]] = [
     (lambda m: m.eval(), r"training was True and is False, and 4 more changes"),
     (lambda m: setattr(m.drop, "p", 0.1), r"module drop: p was 0.5 and is 0.1"),
     (lambda m: setattr(m, "drop", nn.Identity()), r"drop was a Dropout and is a Identity"),
+    (lambda m: setattr(m, "drop", nn.Dropout(0.1)), r"drop is another Dropout"),
     (lambda m: m.last.register_forward_hook(lambda *a: 2 * a[-1]), r"module last: _forward_hooks.* is a function"),
     (lambda m: m.last.register_full_backward_hook(lambda *a: None), "forward cannot be captured so: .*backward hook"),
     (lambda m: m.last.weight.register_hook(lambda g: 2 * g), "last.weight has a gradient hook"),
@@ -154,7 +155,7 @@ def test_tables_that_forward_keeps_from_call_to_call_are_no_change() -> None:
         model(batch[0][:, :rows])
         torch.testing.assert_close(engine.step(batch), model(*batch).detach(), rtol=1e-12, atol=0.0)
     model.tables[3] = 2 * model.tables[3]
-    with pytest.raises(RunError, match=r"tables\[3\] was .* computes something else"):
+    with pytest.raises(RunError, match=r"tables\[3\] is another Tensor, .* computes something else"):
         engine.step(batch)
 
 

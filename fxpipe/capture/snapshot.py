@@ -106,7 +106,9 @@ def _is_same(old: Any, new: Any) -> bool:
 
 
 def _told(holder: Holder, key: Any, old: Any, new: Any) -> str:
-    changed = "has other values" if type(old) is type(new) is bytes else f"was {_shown(old)} and is {_shown(new)}"
+    was, now = _shown(old), _shown(new)
+    changed = "has other values" if type(old) is type(new) is bytes else f"was {was} and is {now}"
+    changed = f"is another {type(new).__name__}" if was == now else changed
     return f"module {holder.owner or '(the model itself)'}: {holder.name(key)} {changed}"
 
 
