@@ -90,7 +90,7 @@ def _of_its_sizes(
     found: list[Returned] = []
     result_of = _noting(found)
     try:
-        captured = capture(model, inputs, examples, result_of, surroundings)
+        captured = capture(model, inputs, examples, result_of, surroundings, Given(first=True))
     except ValuesError:
         if given is None:
             raise

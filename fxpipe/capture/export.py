@@ -97,7 +97,7 @@ def export_step(
     given: Given | None = None,
 ) -> Exported:
     """Trace `model`; only shapes and types of `examples` are used. Without `surroundings` it runs where it is. What is
-    `given` of inputs forward may read, in a graph for the call's size alone.
+    `given` of inputs forward may read, in a graph for the call's size alone, but on the first try.
 
     Raises:
         CaptureError: forward decides by values, fails, or holds what a trace would lose; names the module.
@@ -116,7 +116,7 @@ def export_step(
 
     if inputs.batch_size == 1:
         return at_size("the batch has one sample")
-    if given is not None:
+    if given is not None and not given.first:
         return at_size("forward reads numbers of its inputs")
     symbolic, fault = _attempt(trace, _free_size(model, inputs), inputs)
     if symbolic is not None and fault is None:
@@ -124,7 +124,7 @@ def export_step(
     free = _free_at_size(trace, inputs)
     known = [one for one in free if one is not None]
     if any(known) and not all(known):
-        return export_step(model, _with_batched(inputs, free), examples, result_of, surroundings)
+        return export_step(model, _with_batched(inputs, free), examples, result_of, surroundings, given)
     traced, other = _attempt(trace, inputs.batch_size, inputs) if all(known) else (None, fault)
     if traced is not None and other is None:
         return _flat(traced, inputs, None)

@@ -28,6 +28,7 @@ from fxpipe.capture.guards import Guard, run_of
 from fxpipe.capture.holders import holders_of
 from fxpipe.capture.inputs import is_time
 from fxpipe.capture.surroundings import no_autocast
+from fxpipe.errors import ValuesError
 
 Read = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Buffers by name and other tensors that a model holds, each with its value when forward read it as a number."""
@@ -35,10 +36,12 @@ Read = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Given:
-    """What a call's inputs hold, by name; `changing` are those that are others at every step."""
+    """What a call's inputs hold, by name; `changing` are those that are others at every step. Where it is the `first`
+    try, and others with more values follow, places that are not known end the trace, which goes on without them."""
 
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     changing: Collection[str] = ()
+    first: bool = False
 
 
 @dataclass
@@ -224,7 +227,9 @@ def _places(tensor: torch.Tensor) -> torch.Tensor | None:
     run = _run(tensor)
     if run is not None:
         return torch.arange(run.start, run.stop, device=tensor.device).unsqueeze(1)
-    value = value_of(tensor)
+    value, held = value_of(tensor), _held.get()
+    if value is None and held is not None and held.given.first:
+        raise ValuesError("forward asks where a tensor is not zero")
     if value is None:
         return None
     with private.outside_trace(), private.outside_fakes():
