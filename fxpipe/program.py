@@ -195,8 +195,9 @@ class Program:
         plan = replace(self.whole.smaller(size), offloaded=False)  # no optimizer will step
         engine = LocalEngine(plan, self._own_model, self.whole.state, seed, self._shown)
         with put_back(self._rewritten) as written:
-            found = StepResult(*engine.run(tensors, step), engine.gather_outputs() or {}, written)
-        return found
+            loss, gradients = engine.run(tensors, step)
+            outputs = {name: value.clone() for name, value in (engine.gather_outputs() or {}).items()}
+        return StepResult(loss, gradients, outputs, written)
 
     @property
     def _rewritten(self) -> dict[str, torch.Tensor]:

@@ -168,14 +168,15 @@ def test_frozen_work_that_reads_what_is_written_is_not_done_a_step_early(layer: 
 
 class Returns(Writes):
     def forward(self, x: Tensor, target: Tensor) -> Any:
-        return super().forward(x, target), {"mean": self.mean, "count": self.count}
+        loss = super().forward(x, target)
+        return loss, {"mean": self.mean, "count": self.count, "first": self.layers[0].weight.detach()}
 
 
 def test_what_is_written_may_be_returned() -> None:
     made = program(Returns(), 2, ROWS[0], LINE)
     report = made.verify(**batch(0, ROWS[0]))
     assert report.ok, report
-    assert report.outputs.keys() > {"mean", "count", "mean, as written", "layers.0.weight, as written"}
+    assert report.outputs.keys() > {"mean", "count", "first", "mean, as written", "layers.0.weight, as written"}
 
 
 def test_a_step_written_twice_in_some_steps_is_refused() -> None:
