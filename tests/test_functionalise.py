@@ -321,6 +321,12 @@ def write_buffer_with_gradient(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h
 
 
+def write_buffer_that_a_gradient_needs(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    h = h * s.scale.view(-1)
+    s.scale.data.mul_(0.5)
+    return h
+
+
 def write_in_checkpoint(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return checkpoint(lambda t: t * s.scale.add_(1), h, use_reentrant=False)
 
@@ -360,6 +366,7 @@ def write_expanded(s: Step, h: Tensor, y: Tensor) -> Tensor:
             r"the buffer 'scale' by 2 parameters that are trained, .* ranks \('b.bias', 'a.bias', ",
         ),
         (write_buffer_with_gradient, r"'scale' to a value that requires grad, .*write it under torch.no_grad\(\)"),
+        (write_buffer_that_a_gradient_needs, r"'scale', which the gradient of aten.mul.Tensor needs as it was, in mod"),
         (write_in_checkpoint, "changes the buffer 'scale' within a checkpoint, whose backward would write again"),
         (write_what_is_a_number, "forward reads 'scale' as a number, and writes into it"),
         (resize, "aten.resize_.default: no functional form"),

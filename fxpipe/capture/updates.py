@@ -10,12 +10,13 @@ The gradient of a trained parameter is that of what forward reads, so a paramete
 before the step. All else is written after it, and computed in it wherever forward reads what it has written.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
 
+from fxpipe.capture import private
 from fxpipe.capture.functionalise import Rewritten, refusal
 from fxpipe.capture.randomness import is_random
 from fxpipe.capture.reach import reached
@@ -51,8 +52,11 @@ def taken_out(graph: fx.Graph, rewritten: Sequence[Rewritten], tensors: Mapping[
     """
     for one in rewritten:
         _require_of_own(one)
-    trained = {one.new: one for one in rewritten if one.placeholder.meta["requires_grad"]}
     (output,) = graph.find_nodes(op="output")
+    needed = {*reached([output], lambda node: node.all_input_nodes)} if rewritten else set()
+    for one in rewritten:
+        _require_no_longer_needed(one, needed)
+    trained = {one.new: one for one in rewritten if one.placeholder.meta["requires_grad"]}
     ends = [output, *(one.new for one in rewritten if one.new not in trained)]
     read = set(reached(ends, lambda node: () if node in trained else node.all_input_nodes))
     for new, one in trained.items():
@@ -102,6 +106,17 @@ def _require_of_own(one: Rewritten) -> None:
     if one.new.meta["requires_grad"] and not is_trained:
         why = "to a value that requires grad, whose gradient goes on into the step before"
         raise refusal(one.write, f"{changes} {why}; write it under torch.no_grad()")
+
+
+def _require_no_longer_needed(one: Rewritten, needed: Collection[fx.Node]) -> None:
+    """Refuse writes over what a gradient needs as it was, which one device computes by what is there, or fails at."""
+    before = [one.placeholder, *one.values[:-1]]
+    shown = [*reached(before, lambda node: [user for user in node.users if private.shares_memory(user, node)])]
+    memory = private.storages(one.placeholder)
+    for node in dict.fromkeys(user for shows in shown for user in shows.users if user in needed):
+        if node.meta.get("requires_grad") and not memory.isdisjoint(private.kept_for_gradient(node)):
+            why = f"which the gradient of {node.target} needs as it was, in {private.where(node)}; clone it there"
+            raise refusal(one.write, f"it changes the {one.placeholder.meta['kind']} {one.state!r}, {why}")
 
 
 def _graph_of(value: fx.Node, places: Mapping[fx.Node, int]) -> fx.Graph:

@@ -204,3 +204,28 @@ def fake_result(target: Any, args: Any, kwargs: Any, like: torch.Tensor) -> Any:
     unguarded = mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext()
     with mode, unguarded, enable_python_dispatcher(), torch.no_grad():  # torch 2.11's matmul in C++ makes sizes numbers
         return target(*given, **named)
+
+
+def kept_for_gradient(node: fx.Node) -> set[int]:
+    """The identities of the memory that an ATen operation's gradient needs; its arguments know if they require grad."""
+    found = set[int]()
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return found
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.add(memory_of(tensor))
+        return tensor
+
+    def given(argument: fx.Node) -> Any:
+        value = argument.meta["val"]
+        is_tensor = isinstance(value, torch.Tensor)
+        return value.detach().requires_grad_(argument.meta["requires_grad"]) if is_tensor else value
+
+    args, named = fx.map_arg((node.args, dict(node.kwargs)), given)
+    like = next(tensor for one in node.all_input_nodes for tensor in tensors_in(one.meta["val"]))
+    mode: Any = like.fake_mode  # type: ignore[attr-defined]
+    unguarded = mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext()
+    kept = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with mode, unguarded, enable_python_dispatcher(), torch.enable_grad(), kept:
+        node.target(*args, **named)
+    return found
