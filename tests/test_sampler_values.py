@@ -136,9 +136,9 @@ def _hunyuan(length: int, rows: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("name", "call_of", "sizes", "traces_of"),
     [
-        ("Lumina2Transformer2DModel", _lumina, ((5, 8), (7, 8), (3, 12), (8, 8), (1, 8), (5, 8)), "010050"),
-        ("MochiTransformer3DModel", _mochi, ((5, 8), (7, 8), (3, 8)), "020"),
-        pytest.param(_HUNYUAN, _hunyuan, ((5, 8), (7, 8), (3, 8)), "020", marks=_has_hunyuan),
+        ("Lumina2Transformer2DModel", _lumina, ((5, 8), (7, 8), (3, 12), (8, 8), (1, 8), (5, 8)), "010010"),
+        ("MochiTransformer3DModel", _mochi, ((5, 8), (7, 8), (3, 8)), "010"),
+        pytest.param(_HUNYUAN, _hunyuan, ((5, 8), (7, 8), (3, 8)), "010", marks=_has_hunyuan),
     ],
 )
 def test_lengths_that_are_read_are_free_from_the_second_on(
@@ -166,7 +166,7 @@ def test_lengths_that_are_read_are_free_from_the_second_on(
         with torch.no_grad():
             wanted = model(**given).sample
         assert (sampler.predict(**given).sample - wanted).abs().max() <= 1e-10 * wanted.abs().max()
-        counts.append(str(len(traces)))
+        counts.append("01"[bool(traces)])
     assert "".join(counts) == traces_of
 
 
