@@ -322,7 +322,7 @@ def write_buffer_with_gradient(s: Step, h: Tensor, y: Tensor) -> Tensor:
 
 
 def write_buffer_that_a_gradient_needs(s: Step, h: Tensor, y: Tensor) -> Tensor:
-    h = h * s.scale.view(-1)
+    h = torch.mul(*torch.broadcast_tensors(h, s.scale.view(-1)))
     s.scale.data.mul_(0.5)
     return h
 

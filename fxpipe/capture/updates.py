@@ -110,10 +110,13 @@ def _require_of_own(one: Rewritten) -> None:
 
 def _require_no_longer_needed(one: Rewritten, needed: Collection[fx.Node]) -> None:
     """Refuse writes over what a gradient needs as it was, which one device computes by what is there, or fails at."""
-    before = [one.placeholder, *one.values[:-1]]
-    shown = [*reached(before, lambda node: [user for user in node.users if private.shares_memory(user, node)])]
-    memory = private.storages(one.placeholder)
-    for node in dict.fromkeys(user for shows in shown for user in shows.users if user in needed):
+    memory, before = private.storages(one.placeholder), [one.placeholder, *one.values[:-1]]
+
+    def shows(user: fx.Node) -> bool:
+        return user is not one.new and not memory.isdisjoint(private.storages(user, of_all=True))
+
+    shown = reached(before, lambda node: [user for user in node.users if shows(user)])
+    for node in dict.fromkeys(user for value in shown for user in value.users if user in needed):
         if node.meta.get("requires_grad") and not memory.isdisjoint(private.kept_for_gradient(node)):
             why = f"which the gradient of {node.target} needs as it was, in {private.where(node)}; clone it there"
             raise refusal(one.write, f"it changes the {one.placeholder.meta['kind']} {one.state!r}, {why}")

@@ -122,11 +122,11 @@ def memory_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def storages(node: fx.Node) -> set[int]:
-    """Identities of the memory that a traced value shows."""
-    tensor = first_tensor(node.meta.get("val"))
+def storages(node: fx.Node, of_all: bool = False) -> set[int]:
+    """Identities of the memory that a traced value shows, or the first of several, if not `of_all`."""
+    tensors = tensors_in(node.meta.get("val"))
     try:
-        return set() if tensor is None else {memory_of(tensor)}
+        return {memory_of(tensor) for tensor in (tensors if of_all else tensors[:1])}
     except NotImplementedError:  # inside vmap
         return set()
 
