@@ -40,6 +40,7 @@ class Writes(nn.Module):
         self.up = nn.ModuleList(nn.Linear(2, WIDTH, bias=False) for _ in self.layers)
         self.teacher = Unit(WIDTH, WIDTH).requires_grad_(False)
         self.average = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.shadow = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("warmth", torch.ones(()))
         self.register_buffer("mean", torch.zeros(WIDTH, WIDTH))
@@ -54,6 +55,7 @@ class Writes(nn.Module):
         self.count += 1
         with torch.no_grad():
             self.average.weight.lerp_(self.layers[3].weight, 0.2)
+            self.shadow.bias.lerp_(self.layers[4].bias, 0.2)
             self.mean.mul_(0.9).add_(self.layers[3].weight, alpha=0.1)
         h = x
         for layer, down, up in zip(self.layers, self.down, self.up, strict=True):

@@ -402,10 +402,14 @@ class Engine(Training):
         return [t for t in self._held.values() if isinstance(t, nn.Parameter) and t.requires_grad]
 
     def _kept(self) -> list[str]:
-        """The parameters that this rank holds, and not only while it computes with them."""
-        gathered = {*self._plan.program(self.rank).gathered}
-        held = (n for n, tensor in self._held.items() if isinstance(tensor, nn.Parameter))
-        return [self._shown(name) for name in held if name not in gathered]
+        """The parameters that this rank holds, and not only while it computes with them; also frozen ones that it
+        writes by what it trains."""
+        program = self._plan.program(self.rank)
+        gathered, trained = {*program.gathered}, {*program.gradients}
+        held = [n for n, tensor in self._held.items() if isinstance(tensor, nn.Parameter)]
+        updates = [update for update in self._plan.updates if not trained.isdisjoint(update.reads)]
+        written = [n for update in updates for n in (*update.reads, update.name) if _is_frozen(self._given[n])]
+        return [self._shown(name) for name in dict.fromkeys((*held, *written)) if name not in gathered]
 
     def _refreshed_by(self, plan: StepPlan) -> list[str]:
         """What its program brings here: of replicas that train it for this one."""
@@ -422,3 +426,7 @@ class Engine(Training):
 def _is_trained(tensor: torch.Tensor) -> bool:
     """Or held by some ranks alone, as what is shared out."""
     return tensor.requires_grad or (isinstance(tensor, nn.Parameter) and bool(owners(tensor)))
+
+
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
