@@ -129,7 +129,7 @@ def go_on() -> tuple[str, list[float]]:
 def test_an_engine_that_has_failed_says_so_and_another_goes_on() -> None:
     for told, (first, second) in run_processes(2, go_on):
         assert "another batch" in told
-        assert "this engine has ended: close() it, and go on with another" in told
+        assert "this engine, or sampler, has ended: close() it, and go on with another" in told
         assert first == second
 
 

@@ -34,7 +34,7 @@ from fxpipe.run.transport.watchdog import Watchdog
 
 COPIED_AT_ONCE = 64  # tensors: some hundred MB of a U-Net
 STORE_SECONDS = 10.0  # the store may take to answer a heartbeat, and as long as a rank that is not lost
-_ENDED = "with that this engine has ended: close() it, and go on with another, program.engine(), or in a new run"
+_ENDED = "with that this engine, or sampler, has ended: close() it, and go on with another, or in a new run"
 _num_transports = itertools.count()  # made by this process: every transport has keys of its own in the store
 
 
