@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.capture import export
+from fxpipe.capture import any_size, export
 from fxpipe.models.backbones import prediction_of
 from fxpipe.sampling import spread
 from tests.denoisers import case, noise, small
@@ -36,13 +36,16 @@ def picture(height: int, width: int) -> dict[str, Tensor]:
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """One entry for every trace from here on."""
     found: list[object] = []
-    trace = export._trace
 
-    def counted(*args: object, **kwargs: object) -> object:
-        found.append(args)
-        return trace(*args, **kwargs)  # type: ignore[arg-type]
+    def counted(trace: Callable[..., object]) -> Callable[..., object]:
+        def traced(*args: object, **kwargs: object) -> object:
+            found.append(args)
+            return trace(*args, **kwargs)
 
-    monkeypatch.setattr(export, "_trace", counted)
+        return traced
+
+    monkeypatch.setattr(export, "_trace", counted(export._trace))
+    monkeypatch.setattr(any_size, "export_any_size", counted(export.export_any_size))
     return found
 
 

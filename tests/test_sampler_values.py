@@ -143,13 +143,13 @@ def test_lengths_that_are_read_are_free_from_the_second_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     traces: list[int] = []
-    trace = export._trace
+    trace = export._traced_once
 
     def counted(*args: Any, **named: Any) -> Any:
         traces.append(1)
         return trace(*args, **named)
 
-    monkeypatch.setattr(export, "_trace", counted)
+    monkeypatch.setattr(export, "_traced_once", counted)
     torch.manual_seed(0)
     model = getattr(diffusers, name)(**_CONFIGS[name]).to(torch.float64).eval()
     counts, sampler = [], None

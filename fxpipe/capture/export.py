@@ -105,7 +105,7 @@ def export_step(
 
     def trace(size: int, dynamic: bool = True, one_batch: bool = True) -> torch.export.ExportedProgram:
         step = Step(model, inputs, result_of, one_batch, surroundings, given)
-        return _trace(step, inputs, _resized(model, inputs, examples, size), dynamic)
+        return _trace(step, inputs, _resized(model, inputs, examples, size), _batch_dims(inputs, dynamic))
 
     def at_size(reason: str) -> Exported:
         try:
@@ -145,7 +145,8 @@ def of_one_batch(
         CaptureError: forward fails so.
     """
     step = Step(model, inputs, result_of, one_batch=False)
-    program = _traced_once(step, inputs, _resized(model, inputs, examples, _free_size(model, inputs)), dynamic=True)
+    resized = _resized(model, inputs, examples, _free_size(model, inputs))
+    program = _traced_once(step, resized, _batch_dims(inputs, True))
     (made,) = (node for node in program.graph.nodes if node.op == "output")
     size = made.args[0][0].meta["val"].shape[0]
     batched = [str(value.shape[0]) == str(size) for value in _batched_values(program, inputs)]
@@ -178,7 +179,8 @@ def export_any_size(
     inputs = replace(inputs, leaves=(*inputs.leaves, *leaves))
     with sizes_read_plainly(), private.sizes.general_sizes():
         free = only if only is None else {**only, **{name: (0,) for name in numbers}}
-        program = _trace(step, inputs, (*shaped, *places), any_batch, any_size=True, only=free)
+        # once: it is compared with a trace of which it is known what forward keeps
+        program = _traced_once(step, (*shaped, *places), _all_dims(inputs, any_batch, free))
     if any_batch and (fault := private.sizes.dynamic_fault(_batched_values(program, inputs), inputs.batch_size)):
         raise CaptureError(fault)
     return _flat(program, inputs, None if any_batch else "it was so before")
@@ -280,9 +282,7 @@ def _trace(
     step: Step,
     inputs: InputSpec,
     examples: tuple[torch.Tensor, ...],
-    dynamic: bool,
-    any_size: bool = False,
-    only: Dims | None = None,
+    free: Sequence[set[int]],
 ) -> torch.export.ExportedProgram:
     """A trace, and where forward has kept something, others of later calls: a graph has every call alike.
 
@@ -290,15 +290,15 @@ def _trace(
         CaptureError: one of them computes something else; names the attribute.
     """
     written = step.written  # this list: an export puts a copy of how it was in its place
-    exported = _traced_once(step, inputs, examples, dynamic, any_size, only=only)
-    if not written or any_size:  # of any size: compared with one of which this is known
+    exported = _traced_once(step, examples, free)
+    if not written:
         return exported
     computed = computation(exported.graph, inputs.batch_size)
 
     def again(state: Sequence[Written], lengths: Lengths) -> Sequence[Written] | None:
         found = step.written
         with carried_on(state), suppress(CaptureError):
-            other = _traced_once(step, inputs, examples, dynamic, lengths=lengths)
+            other = _traced_once(step, examples, free, lengths)
             return found if computation(other.graph, inputs.batch_size) == computed else None
         return None
 
@@ -325,14 +325,12 @@ _OF_KEYS = (
 
 def _traced_once(
     step: Step,
-    inputs: InputSpec,
     examples: tuple[torch.Tensor, ...],
-    dynamic: bool,
-    any_size: bool = False,
+    free: Sequence[set[int]],
     lengths: Lengths | None = None,
-    only: Dims | None = None,
 ) -> torch.export.ExportedProgram:
-    shapes = tuple(_free_dims(leaf, dynamic, any_size, only) for leaf in _tensors(inputs))
+    """A trace that leaves the `free` dimensions of each example so."""
+    shapes = tuple(dict.fromkeys(sorted(dims), torch.export.Dim.AUTO) or None for dims in free)
     read: NumbersRead | None = None
     with _module_trail() as trail:
         try:
@@ -370,14 +368,19 @@ def _traced_once(
             raise kind(told) from error
 
 
-def _free_dims(leaf: Leaf, any_batch: bool, any_size: bool, only: Dims | None) -> dict[int, Any] | None:
-    """The dimensions whose size a trace is to leave free, or `only` these of inputs by name; one of a single entry is
-    one."""
-    free = {0} if leaf.batched and any_batch else set()
-    if any_size:
+def _batch_dims(inputs: InputSpec, any_batch: bool) -> list[set[int]]:
+    return [{0} if leaf.batched and any_batch else set() for leaf in _tensors(inputs)]
+
+
+def _all_dims(inputs: InputSpec, any_batch: bool, only: Dims | None) -> list[set[int]]:
+    """All dimensions, or `only` these of inputs by name; one of a single entry is one."""
+
+    def of(leaf: Leaf) -> set[int]:
         dims = range(int(leaf.batched), len(leaf.shape)) if only is None else only.get(leaf.name, ())
-        free |= {dim for dim in dims if leaf.shape[dim] > 1}
-    return dict.fromkeys(sorted(free), torch.export.Dim.AUTO) or None
+        return {dim for dim in dims if leaf.shape[dim] > 1}
+
+    batch = _batch_dims(inputs, any_batch)
+    return [one | of(leaf) for one, leaf in zip(batch, _tensors(inputs), strict=True)]
 
 
 def _line(error: BaseException) -> str:
