@@ -26,6 +26,7 @@ from cost_models.flops import node_costs
 from cost_models.roofline import Roofline
 from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.costs import NodeCost
 from fxpipe.costs.model import node_seconds
 from fxpipe.costs.table import CostTable
@@ -50,7 +51,7 @@ def captured_costs() -> tuple[list[NodeCost], list[NodeCost]]:
     """Costs of the frozen operations and of the others."""
     with torch.device("meta"):
         step = StableDiffusion21Step()
-    captured = capture(step, *describe(step, (), step.example_inputs(8), None))
+    captured = capture(ModelCall(step, *describe(step, (), step.example_inputs(8), None)))
     costs = {node.name: cost for node, cost in node_costs(captured.graph.nodes).items()}
     graph = analyse(captured, dict.fromkeys(costs, 1.0), 24)
     names = {name for component in graph.components for name in component.nodes}

@@ -25,6 +25,7 @@ from cost_models.devices import device
 from cost_models.flops import cost_table
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.inputs import describe
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.cli.planning import print_wide
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import node_seconds
@@ -71,7 +72,7 @@ class Measured:
 def measured(device_name: str) -> Measured:
     with torch.device("meta"):
         step = StableDiffusion21Step()
-    captured = capture(step, *describe(step, (), step.example_inputs(16), None))
+    captured = capture(ModelCall(step, *describe(step, (), step.example_inputs(16), None)))
     costs = cost_table(captured.graph)
     seconds = {n: node_seconds(device(device_name), costs, n) for n in SIZES}
     graph = analyse(captured, costs.by_name(seconds[16].both), NUM_BLOCKS)

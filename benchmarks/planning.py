@@ -27,6 +27,7 @@ from cost_models.devices import device
 from cost_models.flops import cost_table
 from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.cluster import Cluster
 from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.costs.model import node_seconds
@@ -129,7 +130,9 @@ def main() -> None:
 def prepare(make: Callable[[], nn.Module], cluster: Cluster, num_blocks: int) -> Prepared:
     with torch.device("meta"):
         step = PredictionStep(make())
-    captured, capture_seconds = timed(lambda: capture(step, *describe(step, (), step.example_inputs(8), None)))
+    captured, capture_seconds = timed(
+        lambda: capture(ModelCall(step, *describe(step, (), step.example_inputs(8), None)))
+    )
 
     def costed() -> tuple[BlockGraph, BlockCosts]:
         model = device(cluster.device)

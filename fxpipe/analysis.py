@@ -25,6 +25,7 @@ from fxpipe.capture import Capture, private
 from fxpipe.capture.cache import cached_capture
 from fxpipe.capture.fingerprint import graph_fingerprint
 from fxpipe.capture.inputs import InputSpec, describe, refuse_ragged
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.cluster import Cluster
 from fxpipe.collector import held_collector
@@ -294,7 +295,7 @@ def _captured(
     surroundings = Surroundings(device, example.autocast)
 
     def of(inputs: InputSpec, count: int | None) -> tuple[Capture, BatchPlan, int | None]:
-        captured = cached_capture(example.step, inputs, example.tensors, cache, surroundings)
+        captured = cached_capture(ModelCall(example.step, inputs, example.tensors, surroundings), cache)
         refused.append(captured)
         return captured, *_batch(captured, count)
 

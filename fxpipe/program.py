@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.kept_tables import tables_apart
 from fxpipe.capture.known import Read
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.randomness import SeededDraws
 from fxpipe.capture.same import same_constants
 from fxpipe.capture.snapshot import Snapshot
@@ -329,7 +330,7 @@ class Program:
     def _captured_now(self) -> Capture:
         example = self.costed.example
         surroundings = Surroundings(self.step.device, example.autocast)
-        return capture(self.model, self.capture.inputs, example.tensors, surroundings=surroundings)
+        return capture(ModelCall(self.model, self.capture.inputs, example.tensors, surroundings))
 
     def _is_alike(self, now: Capture) -> bool:
         before = self.capture

@@ -8,12 +8,13 @@ from torch import nn
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.cache import cache_folder, cached_capture
 from fxpipe.capture.inputs import InputSpec, describe
+from fxpipe.capture.model_call import ModelCall
 from tests.models import ZOO
 
 
 def captured(model: nn.Module, batch_size: int = 6) -> Capture:
     """The capture of a model that makes its own example inputs."""
-    return capture(model, *_call(model, batch_size))
+    return capture(ModelCall(model, *_call(model, batch_size)))
 
 
 @cache
@@ -21,7 +22,7 @@ def zoo(name: str) -> Capture:
     """Made by one of the processes that run tests."""
     torch.manual_seed(0)
     model = ZOO[name]()
-    return cached_capture(model, *_call(model, 6), cache_folder(True))
+    return cached_capture(ModelCall(model, *_call(model, 6)), cache_folder(True))
 
 
 def _call(model: nn.Module, batch_size: int) -> tuple[InputSpec, list[torch.Tensor]]:

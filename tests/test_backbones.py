@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import PredictionStep, example_inputs, is_backbone
 from tests.models import CONFIGS, PEER_CASES, ZOO, backbone
@@ -166,7 +167,7 @@ def test_captured_with_a_dynamic_batch_by_name():
     step = PredictionStep(backbone("UNet2DConditionModel/text_image"))
     inputs = step.example_inputs(2)
     spec, tensors = describe(step, (), inputs, 2)
-    captured = capture(step, spec, tensors)
+    captured = capture(ModelCall(step, spec, tensors))
     assert len(captured.batch) == 1
     assert spec.tensor_names[0] == "target"
     assert {name.split(".")[0] for name in spec.tensor_names} == set(inputs)

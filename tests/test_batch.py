@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.inputs import describe
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.sizes import concrete
 from fxpipe.errors import CompileError
 from passes.batch import BatchPlan, analyse
@@ -53,7 +54,7 @@ class Step(nn.Module):
 def captured(model: nn.Module, batch_size: int = 3) -> tuple[Capture, BatchPlan]:
     example = model.example_inputs(batch_size)  # type: ignore[operator]
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
-    result = capture(model, *describe(model, args, kwargs, None))
+    result = capture(ModelCall(model, *describe(model, args, kwargs, None)))
     return result, analyse(result, 2)
 
 
@@ -447,7 +448,7 @@ def test_micro_batches_that_would_all_compute_the_same_are_refused() -> None:
 def test_sizes_that_no_layout_fits_are_refused_at_once() -> None:
     """Half of a batch, behind draws that may be cut into samples in several ways: none of them helps."""
     model = step_of("m.linear(x + torch.rand(x.shape[0] * 4, 6).view(-1, 4, 6)).chunk(2)[0].mean()")
-    follow = Follow(capture(model, *describe(model, model.example_inputs(4), {}, None)))  # type: ignore[operator]
+    follow = Follow(capture(ModelCall(model, *describe(model, model.example_inputs(4), {}, None))))  # type: ignore[operator]
     with pytest.raises(Mixed, match="no multiple of the batch size"):
         follow.run()
     assert not follow._tries

@@ -23,6 +23,7 @@ import fxpipe
 from fxpipe.capture import Capture, capture, private
 from fxpipe.capture.fingerprint import graph_fingerprint
 from fxpipe.capture.inputs import call_of, describe
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.errors import CaptureError, CompileError
 from fxpipe.options import given_device
@@ -35,7 +36,7 @@ def noise(*shape: int) -> Tensor:
 
 
 def captured(model: nn.Module, inputs: Any) -> Capture:
-    return capture(model, *describe(model, *call_of(inputs), None))
+    return capture(ModelCall(model, *describe(model, *call_of(inputs), None)))
 
 
 class Small(nn.Module):

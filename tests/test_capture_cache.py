@@ -27,6 +27,7 @@ from fxpipe.capture import Capture, cache, files, private
 from fxpipe.capture.cache import cache_folder, cached_capture
 from fxpipe.capture.code_names import Unknowable
 from fxpipe.capture.expressions import Unwritable
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.model_digest import step_digest
 from fxpipe.capture.stored import from_data, to_data
 from tests.models import ZOO
@@ -118,7 +119,7 @@ def test_data_say_all_of_a_capture(name: str) -> None:
     torch.manual_seed(0)
     model = ZOO[name]()
     example = example_of(model, None, 6)
-    found = cache.capture(example.step, example.inputs, example.tensors)
+    found = cache.capture(ModelCall(example.step, example.inputs, example.tensors))
     data = json.loads(json.dumps(to_data(found, example.step)))
     back = from_data(data, example.inputs, example.step)
     assert to_data(back, example.step) == data
@@ -137,7 +138,7 @@ def test_constants_of_the_model_stay_the_models_own(tmp_path: Path) -> None:
     model = Model()
     example = example_of(model, batch())
     for _ in range(2):
-        found = cached_capture(example.step, example.inputs, example.tensors, tmp_path)
+        found = cached_capture(ModelCall(example.step, example.inputs, example.tensors), tmp_path)
         assert any(constant is model.table for constant in found.constants.values())
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -146,7 +147,7 @@ def test_a_constant_of_one_entry_may_have_any_stride(tmp_path: Path) -> None:
     model = Model()
     model.table = torch.full((), 2.0).expand(1)
     example = example_of(model, batch())
-    cached_capture(example.step, example.inputs, example.tensors, tmp_path)
+    cached_capture(ModelCall(example.step, example.inputs, example.tensors), tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -300,7 +301,7 @@ def test_what_has_no_digest_is_not_cached(outside: Any, tmp_path: Path, caplog: 
     model.unused = outside  # type: ignore[assignment]
     example = example_of(model, batch())
     with caplog.at_level(logging.INFO, "fxpipe"):
-        cached_capture(example.step, example.inputs, example.tensors, tmp_path)
+        cached_capture(ModelCall(example.step, example.inputs, example.tensors), tmp_path)
     assert "capture is not cached: " in caplog.text
     assert not list(tmp_path.iterdir())
 
@@ -320,7 +321,7 @@ def test_operations_of_others_are_not_cached() -> None:
     twice.register_autograd(lambda ctx, grad: grad * 2)
     model = Step(lambda self, x, y: twice(x))
     example = example_of(model, batch())
-    found = cache.capture(example.step, example.inputs, example.tensors)
+    found = cache.capture(ModelCall(example.step, example.inputs, example.tensors))
     with pytest.raises(Unwritable, match=r"fxpipe_cache.twice.default is not one of ATen's"):
         to_data(found, example.step)
 
@@ -339,7 +340,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
 
 def recaptured(model: nn.Module, folder: Path) -> Capture:
     example = example_of(model, batch())
-    return cached_capture(example.step, example.inputs, example.tensors, folder)
+    return cached_capture(ModelCall(example.step, example.inputs, example.tensors), folder)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -424,7 +425,7 @@ def test_what_was_warned_of_is_when_an_entry_is_read(tmp_path: Path, no_trace: C
     for _ in range(2):
         example = example_of(Step(leaving), batch(4))
         with pytest.warns(UserWarning, match="sets its attribute 'last', new, to a tensor, which engines and samplers"):
-            cached_capture(example.step, example.inputs, example.tensors, tmp_path)
+            cached_capture(ModelCall(example.step, example.inputs, example.tensors), tmp_path)
         no_trace()
 
 

@@ -14,6 +14,7 @@ from cost_models.devices import device
 from cost_models.flops import node_costs
 from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.costs import total_cost
 from fxpipe.costs.model import node_seconds
 from fxpipe.costs.table import CostTable
@@ -77,7 +78,7 @@ def test_one_graph_agrees_with_torch_at_two_batch_sizes(name: str) -> None:
     step = PredictionStep(model)
     batches = {num_samples: inputs(num_samples) for num_samples in (2, 5)}
     spec, examples = describe(step, (), batches[5], 5)
-    cost = total_cost(node_costs(capture(step, spec, examples).graph.nodes).values())
+    cost = total_cost(node_costs(capture(ModelCall(step, spec, examples)).graph.nodes).values())
     for num_samples, batch in batches.items():
         counts = counts_of(cost, num_samples)
         forward, backward = counted(step, batch)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.errors import CaptureError
 from tests.steps import Middle, Step, batch, exact
 
@@ -445,7 +446,7 @@ def test_random_views_and_writes_give_what_eager_gives(lines: list[tuple[int, in
         reject()
     (gradient,) = torch.autograd.grad(expected, model.weight)
     spec, examples = describe(model, (x,), {}, None)
-    captured = capture(model, spec, examples)
+    captured = capture(ModelCall(model, spec, examples))
     run = fx.Interpreter(fx.GraphModule(nn.Module(), captured.graph))
     given_ = [model.weight if n.meta["kind"] == "parameter" else x for n in captured.graph.find_nodes(op="placeholder")]
     loss = run.run(*given_)

@@ -9,6 +9,7 @@ Every node carries `meta["val"]` (its fake tensor, with the batch as a symbol) a
 random draws and parameters are placeholders, `no_grad` regions and autocast regions are marks on the nodes.
 
 inputs, trees    a call's tensors by name         export        torch.export, watched: what it would lose is refused
+model_call       a call, as it is captured
 own_gradients    of autograd functions, traced    own_graphs    taken out; backwards: the operation of each
 functionalise    no writes in place (views)       (watch, calls, weights, random_calls, transforms, written_out)
 known            numbers read from tensors         evaluation    what these hold, of a trace's nodes
@@ -42,11 +43,11 @@ from fxpipe.capture.export import Exported, ResultOf, export_step
 from fxpipe.capture.fingerprint import step_fingerprint
 from fxpipe.capture.guards import Guard
 from fxpipe.capture.inputs import InputSpec
-from fxpipe.capture.known import Given, Read
+from fxpipe.capture.known import Read
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.outputs import Found, drop_unknown, is_number, outputs_of, separate, sinks
 from fxpipe.capture.randomness import Draw
 from fxpipe.capture.sizes import expression
-from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.updates import Update, refuse_all, require_plain, taken_out
 from fxpipe.capture.weights import check_weights
 from fxpipe.errors import CaptureError, ValuesError
@@ -157,27 +158,17 @@ def _has_effect(node: fx.Node) -> bool:
     return not drawn and node.is_impure()
 
 
-def capture(
-    model: nn.Module,
-    inputs: InputSpec,
-    examples: Sequence[torch.Tensor],
-    result_of: ResultOf = loss_of,
-    surroundings: Surroundings | None = None,
-    given: Given | None = None,
-) -> Capture:
-    """Trace `model`, with any batch size where it allows that.
+def capture(call: ModelCall, result_of: ResultOf = loss_of) -> Capture:
+    """Trace a call of a model, with any batch size where it allows that.
 
     Args:
-        examples: the tensor leaves of one example call, in the order of `inputs`; only shapes and types are used.
         result_of: the one tensor that counts in what forward returns; of a training step its loss.
-        surroundings: where it runs, and in which precision; where the model is, as it computes, if left out.
-        given: what forward may read of its inputs, in a graph for calls that are alike in that, and of one size.
 
     Raises:
-        ValuesError: forward reads more.
+        ValuesError: forward reads numbers of inputs that are not given.
         CaptureError: the model mutates its buffers or inputs, branches on values, or fails to trace; names the module.
     """
-    check_weights(model)
+    check_weights(call.model)
     found: list[Found] = []
 
     def result(output: Any) -> tuple[torch.Tensor, ...]:
@@ -192,9 +183,9 @@ def capture(
         return (result_of(output), *found[-1][0].values())
 
     with torch.set_grad_enabled(result_of is loss_of):  # predictions are made without, which forward may ask for
-        exported = export_step(model, inputs, examples, result, surroundings, given)
+        exported = export_step(call, result)
     outputs, others = found[-1]
-    captured = captured_from(model, exported, list(outputs), result_of is loss_of)
+    captured = captured_from(call.model, exported, list(outputs), result_of is loss_of)
     return replace(captured, left_out=(*others, *captured.left_out))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fxpipe.capture import Capture, captured_from, private
 from fxpipe.capture.autocasts import written_out
@@ -23,9 +23,9 @@ from fxpipe.capture.free_sizes import FreeSizes, Numbers
 from fxpipe.capture.guards import Guard
 from fxpipe.capture.inputs import Dims, InputSpec
 from fxpipe.capture.known import Given, size_names
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.same import computation, same_constants
 from fxpipe.capture.sizes import expression
-from fxpipe.capture.surroundings import Surroundings
 from fxpipe.errors import CaptureError, CompileError
 
 _MOST_NUMBERS = 32
@@ -108,40 +108,28 @@ class AnySize:
             raise CaptureError("forward makes other constants where sizes are free")
 
 
-def capture_any_size(
-    model: nn.Module,
-    captured: Capture,
-    inputs: InputSpec,
-    examples: Sequence[torch.Tensor],
-    result_of: ResultOf,
-    sizes: Freed,
-    surroundings: Surroundings | None,
-    given: Given | None,
-) -> AnySize:
-    """Trace `model` again, sizes free.
+def capture_any_size(call: ModelCall, captured: Capture, result_of: ResultOf, sizes: Freed) -> AnySize:
+    """Trace a call again, sizes free.
 
     Args:
-        captured: of a call that differs in sizes alone, its sizes numbers.
-        inputs: those of the call to trace.
-        examples: its tensors in order.
+        captured: of one that differs in sizes alone, its sizes numbers.
+
     Raises:
         CaptureError: forward allows no free sizes, or is another one where they are; says why.
     """
     if captured.draws:
         raise CaptureError("forward draws random numbers")
     any_batch = bool(captured.batch)
-    numbers = _numbers_read(captured.guards, given)
+    numbers = _numbers_read(captured.guards, call.given)
     with torch.no_grad():
-        exported = export_any_size(
-            model, inputs, examples, result_of, any_batch, surroundings, given, numbers, sizes.only
-        )
+        exported = export_any_size(call, result_of, any_batch, numbers, sizes.only)
     placeholders = exported.graph.find_nodes(op="placeholder")
     kinds = exported.program.graph_signature.input_specs
     of_user = torch.export.graph_signature.InputKind.USER_INPUT
     values = [n.meta["val"] for n, spec in zip(placeholders, kinds, strict=True) if spec.kind is of_user]
     private.sizes.still_guarded(values)
-    traced = captured_from(model, exported)
-    traced = replace(traced, graph=written_out(traced.graph), inputs=inputs)
+    traced = captured_from(call.model, exported)
+    traced = replace(traced, graph=written_out(traced.graph), inputs=call.inputs)
     traced_as = dict(zip(exported.inputs.tensor_names, values, strict=True))
     free = FreeSizes.of(traced_as, traced.batch)
     fixed = sizes.why

@@ -20,17 +20,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
-
 from fxpipe.capture import Capture, capture
 from fxpipe.capture.code_names import Unknowable
 from fxpipe.capture.expressions import Unwritable
 from fxpipe.capture.files import are_as_before, loaded_files
-from fxpipe.capture.inputs import InputSpec
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.model_digest import step_digest
 from fxpipe.capture.stored import from_data, to_data
-from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.watch import refuse_outside
 from fxpipe.capture.weights import check_weights
 from fxpipe.errors import CompileError
@@ -59,27 +55,20 @@ def cache_folder(given: bool | str | Path) -> Path | None:
     return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "fxpipe" / "captures"
 
 
-def cached_capture(
-    model: nn.Module,
-    inputs: InputSpec,
-    examples: Sequence[torch.Tensor],
-    folder: Path | None,
-    surroundings: Surroundings | None = None,
-) -> Capture:
+def cached_capture(call: ModelCall, folder: Path | None) -> Capture:
     """As `capture`, from the folder where it is there, and into it where it is not."""
     return cached(
-        model, inputs, examples, folder, () if surroundings is None else surroundings.digest,
-        make=lambda: capture(model, inputs, examples, surroundings=surroundings),
-        load=lambda data: from_data(data, inputs, model),
-        write=lambda captured: to_data(captured, model),
+        call, folder, (), lambda: capture(call),
+        load=lambda data: from_data(data, call.inputs, call.model),
+        write=lambda captured: to_data(captured, call.model),
     )  # fmt: skip
 
 
 def cached(
-    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], folder: Path | None,
-    purpose: tuple[str, ...], make: Callable[[], T], load: Callable[[Any], T], write: Callable[[T], dict[str, Any]],
+    call: ModelCall, folder: Path | None, purpose: tuple[str, ...], make: Callable[[], T], load: Callable[[Any], T],
+    write: Callable[[T], dict[str, Any]],
 ) -> T:  # fmt: skip
-    """What `make` makes of a call of `model`, from the folder where it is there, and into it where it is not.
+    """What `make` makes of a call, from the folder where it is there, and into it where it is not.
 
     Args:
         purpose: tells what is made from other things of the same call.
@@ -88,10 +77,12 @@ def cached(
     """
     if folder is None:
         return make()
-    check_weights(model)
-    refuse_outside(model)
+    check_weights(call.model)
+    refuse_outside(call.model)
+    around = () if call.surroundings is None else call.surroundings.digest
     try:
-        key = step_digest(model, inputs, [example.device for example in examples], purpose)
+        devices = [example.device for example in call.examples]
+        key = step_digest(call.model, call.inputs, devices, (*purpose, *around))
     except Unknowable as why:
         _log.info("capture is not cached: %s", why)
         return make()

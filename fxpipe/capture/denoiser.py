@@ -3,7 +3,7 @@
 On disk it is one entry of the cache (`cache.py`), under a digest that tells it from a training step's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from fxpipe.capture.expressions import Unwritable
 from fxpipe.capture.free_sizes import FreeSizes
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.known import Given
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.stored import from_data, kind_named, to_data
-from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.trees import Returned
 from fxpipe.errors import CaptureError, ValuesError
 
@@ -39,21 +39,11 @@ class CapturedCall:
 
 
 def cached_call(
-    model: nn.Module,
-    inputs: InputSpec,
-    examples: Sequence[torch.Tensor],
-    free: Freed | None,
-    folder: Path | None,
-    surroundings: Surroundings | None = None,
-    given: Given | None = None,
-    known: CapturedCall | None = None,
+    call: ModelCall, free: Freed | None, folder: Path | None, known: CapturedCall | None = None
 ) -> CapturedCall:
-    """The call of `model` as it is now (in eval, no parameter requiring a gradient), from the folder if it is there.
+    """The call of a model as it is now (in eval, no parameter requiring a gradient), from the folder if it is there.
 
     Args:
-        examples: the tensor leaves in the order of `inputs`; only shapes and types are used.
-        surroundings: the autocast that the call is inside of, if any.
-        given: what forward may read of its inputs, if it must.
         free: the sizes that it is traced again with as free ones; None where it is not.
         known: the same call, or one of other sizes, traced at its own, if it has been.
 
@@ -61,40 +51,30 @@ def cached_call(
         CaptureError: the model cannot be captured as one graph.
     """
 
-    def load(data: Mapping[str, Any]) -> CapturedCall:
-        return _from_data(data, inputs, model)
-
-    def write(call: CapturedCall) -> dict[str, Any]:
-        return _to_data(call, model)
-
     def make() -> CapturedCall:
-        call = known or _of_its_sizes(model, inputs, examples, surroundings, given)
+        found = known or _of_its_sizes(call)
         if free is None:
-            return call
-        at = call.captured.inputs if known is None else inputs
-        return replace(call, any_size=_of_any_size(model, call, at, examples, free, surroundings, given))
+            return found
+        at = call if known is not None else replace(call, inputs=found.captured.inputs)
+        return replace(found, any_size=_of_any_size(at, found, free))
 
-    around = () if surroundings is None else surroundings.digest
     which = "one size" if free is None else f"free sizes of {sorted(free.wanted.items())}, {free.only}"
-    purpose = ("call", which, *around)
-    return cached(model, inputs, examples, folder, purpose, make, load, write)
+    return cached(
+        call, folder, ("call", which), make,
+        load=lambda data: _from_data(data, call.inputs, call.model),
+        write=lambda found: _to_data(found, call.model),
+    )  # fmt: skip
 
 
-def _of_its_sizes(
-    model: nn.Module,
-    inputs: InputSpec,
-    examples: Sequence[torch.Tensor],
-    surroundings: Surroundings | None,
-    given: Given | None,
-) -> CapturedCall:
+def _of_its_sizes(call: ModelCall) -> CapturedCall:
     found: list[Returned] = []
     result_of = _noting(found)
     try:
-        captured = capture(model, inputs, examples, result_of, surroundings, Given(first=True))
+        captured = capture(replace(call, given=Given(first=True)), result_of)
     except ValuesError:
-        if given is None:
+        if call.given is None:
             raise
-        captured = capture(model, inputs, examples, result_of, surroundings, given)
+        captured = capture(call, result_of)
     if captured.read:
         raise CaptureError(
             f"forward reads {next(iter(captured.read))} as a number, which may be another at the next call; keep it a "
@@ -103,20 +83,12 @@ def _of_its_sizes(
     return CapturedCall(replace(captured, graph=written_out(captured.graph)), found[0], None)
 
 
-def _of_any_size(
-    model: nn.Module,
-    known: CapturedCall,
-    inputs: InputSpec,
-    examples: Sequence[torch.Tensor],
-    sizes: Freed,
-    surroundings: Surroundings | None,
-    given: Given | None,
-) -> AnySize | str:
+def _of_any_size(call: ModelCall, known: CapturedCall, sizes: Freed) -> AnySize | str:
     """Or why there is none."""
     found: list[Returned] = []
-    needed = given if known.captured.guards else None
+    needed = call if known.captured.guards else replace(call, given=None)
     try:
-        made = capture_any_size(model, known.captured, inputs, examples, _noting(found), sizes, surroundings, needed)
+        made = capture_any_size(needed, known.captured, _noting(found), sizes)
     except CaptureError as error:
         return str(error)
     if any(map(private.sizes.is_traced_number, found[0].leaves)):

@@ -22,11 +22,11 @@ from fxpipe.capture.changed import called
 from fxpipe.capture.inputs import Dims, InputSpec, Leaf
 from fxpipe.capture.known import Given, NumbersRead, forward_begins, numbers_read
 from fxpipe.capture.later_calls import Lengths, later_is_other
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.same import computation
 from fxpipe.capture.size_reads import builtins_watched, decisions_noted, sizes_read_plainly
 from fxpipe.capture.sizes import is_symbolic
 from fxpipe.capture.state import Written, carried_on, state_written, warn_of_tensors
-from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.watch import buffers_kept, watched
 from fxpipe.errors import CaptureError, FxpipeError, ValuesError
 
@@ -57,20 +57,10 @@ class Step(nn.Module):
     """The model, taking its tensor leaves positionally and returning its result alone: of a training step, the loss,
     and after that the tensors beside it."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: InputSpec,
-        result_of: ResultsOf,
-        one_batch: bool,
-        surroundings: Surroundings | None = None,
-        given: Given | None = None,
-    ) -> None:
+    def __init__(self, call: ModelCall, result_of: ResultsOf, one_batch: bool = True) -> None:
         super().__init__()
-        self.model = model
-        self.surroundings = surroundings
-        self.given = given or Given()
-        self._inputs, self._result_of, self._one_batch = inputs, result_of, one_batch
+        self.model, self.surroundings, self.given = call.model, call.surroundings, call.given or Given()
+        self._inputs, self._result_of, self._one_batch = call.inputs, result_of, one_batch
         self.sizes: Sequence[str] = ()
         self.written: list[Written] = []
 
@@ -88,24 +78,18 @@ class Step(nn.Module):
             return self._result_of(output)
 
 
-def export_step(
-    model: nn.Module,
-    inputs: InputSpec,
-    examples: Sequence[torch.Tensor],
-    result_of: ResultsOf,
-    surroundings: Surroundings | None,
-    given: Given | None = None,
-) -> Exported:
-    """Trace `model`; only shapes and types of `examples` are used. Without `surroundings` it runs where it is. What is
-    `given` of inputs forward may read, in a graph for the call's size alone, but on the first try.
+def export_step(call: ModelCall, result_of: ResultsOf) -> Exported:
+    """Trace a call. What is given of its inputs forward may read, in a graph for the call's size alone, but on the
+    first try.
 
     Raises:
         CaptureError: forward decides by values, fails, or holds what a trace would lose; names the module.
     """
+    inputs = call.inputs
 
     def trace(size: int, dynamic: bool = True, one_batch: bool = True) -> torch.export.ExportedProgram:
-        step = Step(model, inputs, result_of, one_batch, surroundings, given)
-        return _trace(step, inputs, _resized(model, inputs, examples, size), _batch_dims(inputs, dynamic))
+        step = Step(call, result_of, one_batch)
+        return _trace(step, inputs, _resized(call, size), _batch_dims(inputs, dynamic))
 
     def at_size(reason: str) -> Exported:
         try:
@@ -116,15 +100,15 @@ def export_step(
 
     if inputs.batch_size == 1:
         return at_size("the batch has one sample")
-    if given is not None and not given.first:
+    if call.given is not None and not call.given.first:
         return at_size("forward reads numbers of its inputs")
-    symbolic, fault = _attempt(trace, _free_size(model, inputs), inputs)
+    symbolic, fault = _attempt(trace, _free_size(call), inputs)
     if symbolic is not None and fault is None:
         return _flat(symbolic, inputs, None)
     free = _free_at_size(trace, inputs)
     known = [one for one in free if one is not None]
     if any(known) and not all(known):
-        return export_step(model, _with_batched(inputs, free), examples, result_of, surroundings, given)
+        return export_step(replace(call, inputs=_with_batched(inputs, free)), result_of)
     traced, other = _attempt(trace, inputs.batch_size, inputs) if all(known) else (None, fault)
     if traced is not None and other is None:
         return _flat(traced, inputs, None)
@@ -136,17 +120,14 @@ def export_step(
     return flexible if computation(flexible.graph, size) == computation(fixed.graph, size) else fixed
 
 
-def of_one_batch(
-    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], result_of: ResultOf
-) -> InputSpec:
-    """The same call, without a batch in inputs whose rows only happen to be as many: forward leaves them any number.
+def of_one_batch(call: ModelCall, result_of: ResultOf) -> InputSpec:
+    """The call's inputs, without a batch in those whose rows only happen to be as many: forward leaves them any number.
 
     Raises:
         CaptureError: forward fails so.
     """
-    step = Step(model, inputs, result_of, one_batch=False)
-    resized = _resized(model, inputs, examples, _free_size(model, inputs))
-    program = _traced_once(step, resized, _batch_dims(inputs, True))
+    step, inputs = Step(call, result_of, one_batch=False), call.inputs
+    program = _traced_once(step, _resized(call, _free_size(call)), _batch_dims(inputs, True))
     (made,) = (node for node in program.graph.nodes if node.op == "output")
     size = made.args[0][0].meta["val"].shape[0]
     batched = [str(value.shape[0]) == str(size) for value in _batched_values(program, inputs)]
@@ -154,29 +135,21 @@ def of_one_batch(
 
 
 def export_any_size(
-    model: nn.Module,
-    inputs: InputSpec,
-    examples: Sequence[torch.Tensor],
-    result_of: ResultOf,
-    any_batch: bool,
-    surroundings: Surroundings | None,
-    given: Given | None,
-    numbers: Mapping[str, int],
-    only: Dims | None,
+    call: ModelCall, result_of: ResultOf, any_batch: bool, numbers: Mapping[str, int], only: Dims | None
 ) -> Exported:
-    """Trace `model` with every size of its inputs free, as far as forward leaves it so, or `only` these, and `numbers`
+    """Trace a call with every size of its inputs free, as far as forward leaves it so, or `only` these, and `numbers`
     that it reads. They are sizes of further inputs, with these names, after all others.
 
     Raises:
         CaptureError: forward fails so.
     """
-    size = _free_size(model, inputs) if any_batch else inputs.batch_size
-    step = Step(model, inputs, result_of, True, surroundings, given)
+    size = _free_size(call) if any_batch else call.inputs.batch_size
+    step = Step(call, result_of)
     step.sizes = [*numbers]
-    shaped = _resized(model, inputs, examples, size)
+    shaped = _resized(call, size)
     places = [torch.empty(number, dtype=torch.bool, device="meta") for number in numbers.values()]
     leaves = [Leaf(name, True, False, (number,), torch.bool, None) for name, number in numbers.items()]
-    inputs = replace(inputs, leaves=(*inputs.leaves, *leaves))
+    inputs = replace(call.inputs, leaves=(*call.inputs.leaves, *leaves))
     with sizes_read_plainly(), private.sizes.general_sizes():
         free = only if only is None else {**only, **{name: (0,) for name in numbers}}
         # once: it is compared with a trace of which it is known what forward keeps
@@ -249,24 +222,23 @@ def _tensors(inputs: InputSpec) -> list[Leaf]:
     return [leaf for leaf in inputs.leaves if leaf.is_tensor]
 
 
-def _free_size(model: nn.Module, inputs: InputSpec) -> int:
+def _free_size(call: ModelCall) -> int:
     """A prime that no dimension of an input or parameter has, so that the trace confuses the batch with none.
 
     The next from the call's size on: a branch such as diffusers' `if batch >= 64` is then the call's, in one trace.
     """
+    inputs = call.inputs
     taken = {inputs.rows, *(int(size) for leaf in _tensors(inputs) for size in leaf.shape[int(leaf.batched) :])}
-    taken |= {int(size) for parameter in model.parameters() for size in parameter.shape}
+    taken |= {int(size) for parameter in call.model.parameters() for size in parameter.shape}
     return next(n for n in count(max(5, inputs.batch_size)) if n not in taken and sympy.isprime(n))
 
 
-def _resized(
-    model: nn.Module, inputs: InputSpec, examples: Sequence[torch.Tensor], size: int
-) -> tuple[torch.Tensor, ...]:
+def _resized(call: ModelCall, size: int) -> tuple[torch.Tensor, ...]:
     """Tensors shaped like the examples, with a batch of `size`; a meta model's or meta examples' on its device."""
-    shapes = [inputs.shape_of(leaf, size) for leaf in _tensors(inputs)]
-    own = next((p.device for p in model.parameters()), torch.device("cpu"))
-    places = [own if own.type == "meta" or example.is_meta else example.device for example in examples]
-    given = zip(shapes, examples, places, strict=True)
+    shapes = [call.inputs.shape_of(leaf, size) for leaf in _tensors(call.inputs)]
+    own = next((p.device for p in call.model.parameters()), torch.device("cpu"))
+    places = [own if own.type == "meta" or example.is_meta else example.device for example in call.examples]
+    given = zip(shapes, call.examples, places, strict=True)
     return tuple(torch.empty(shape, dtype=example.dtype, device=place) for shape, example, place in given)
 
 

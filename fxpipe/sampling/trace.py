@@ -18,6 +18,7 @@ from fxpipe.capture.denoiser import CapturedCall, cached_call
 from fxpipe.capture.export import of_one_batch
 from fxpipe.capture.inputs import Dims, InputSpec, describe
 from fxpipe.capture.known import Given
+from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.settings import require_stateless
 from fxpipe.capture.surroundings import Surroundings
 from fxpipe.capture.trees import Returned
@@ -65,7 +66,8 @@ class Tracing:
             CaptureError: the module cannot be captured as one graph.
             CompileError: where its rows are is not known.
         """
-        found = self._found(module, args, kwargs, free, around)
+        inputs, tensors = describe(module, args, kwargs, None)
+        found = self._found(ModelCall(module, inputs, tensors, around), free)
         if not isinstance(found.any_size, AnySize):
             return found
         try:
@@ -73,35 +75,31 @@ class Tracing:
         except CompileError as error:  # nor does it hold at other sizes
             return replace(found, any_size=str(error))
 
-    def _found(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        free: bool,
-        around: Surroundings | None,
-    ) -> Traced:
-        inputs, tensors = describe(module, args, kwargs, None)
+    def _found(self, call: ModelCall, free: bool) -> Traced:
+        module, inputs, tensors = call.model, call.inputs, call.examples
         if inputs.batch_size == 1:
             with suppress(FxpipeError):
                 others = {leaf.shape[0] for leaf in inputs.leaves if leaf.shape and not leaf.batched}
                 more = next(times for times in count(2) if times not in others)
                 repeated_call = inputs.rebuild(_repeated(inputs, tensors, more))
-                found = self._traced(module, *describe(module, *repeated_call, more), free, around, may_read=False)
+                as_more, repeated_tensors = describe(module, *repeated_call, more)
+                repeated = replace(call, inputs=as_more, examples=repeated_tensors)
+                found = self._traced(repeated, free, may_read=False)
                 if found.holds(1):
                     return found
-        found = self._traced(module, inputs, tensors, free, around)
+        found = self._traced(call, free)
         if inputs.batch_size == 1 or found.captured.guards or (found.captured.batch and _is_independent(found)):
             return found
         if found.captured.batch:
             with suppress(FxpipeError), torch.inference_mode(False), _sampling(module):
-                alone = of_one_batch(module, inputs, inputs.flat(tensors), lambda out: Returned.of(out).tensor(out))
-                other = found if alone == inputs else self._traced(module, alone, tensors, free, around)
+                flat = ModelCall(module, inputs, inputs.flat(tensors))
+                alone = of_one_batch(flat, lambda out: Returned.of(out).tensor(out))
+                other = found if alone == inputs else self._traced(replace(call, inputs=alone), free)
                 return other if _is_independent(other) else found
             return found
         for several in map(inputs.with_each, _several(inputs)):
             with suppress(FxpipeError):
-                other = self._traced(module, several, tensors, free, around)
+                other = self._traced(replace(call, inputs=several), free)
                 if _is_independent(other) and other.captured.inputs == several:
                     return other
         return found
@@ -124,12 +122,10 @@ class Tracing:
         with torch.inference_mode(False), _sampling(module):
             tensors = {name: one.clone() if one.is_inference() else one for name, one in tensors.items()}
             given, inputs = (_given(tensors, traced.rows), other) if reads else (None, captured.inputs)
-            examples = [tensors[name] for name in inputs.tensor_names]
-            sizes = Freed(traced.rows)
-            made = cached_call(module, inputs, examples, sizes, self.cache, around, given, known).any_size
+            call = ModelCall(module, inputs, [tensors[name] for name in inputs.tensor_names], around, given)
+            made = cached_call(call, Freed(traced.rows), self.cache, known).any_size
             if isinstance(made, str):
-                sizes = Freed(traced.rows, others, made)
-                made = cached_call(module, inputs, examples, sizes, self.cache, around, given, known).any_size
+                made = cached_call(call, Freed(traced.rows, others, made), self.cache, known).any_size
         assert made is not None
         return made
 
@@ -141,15 +137,8 @@ class Tracing:
         self.observe("capture", captured)
         return Traced(captured, traced.returned, traced.rows, of_all_sizes=traced.any_size.of_all, sized=sized)
 
-    def _traced(
-        self,
-        module: nn.Module,
-        inputs: InputSpec,
-        tensors: Sequence[torch.Tensor],
-        free: bool,
-        around: Surroundings | None,
-        may_read: bool = True,
-    ) -> Traced:
+    def _traced(self, call: ModelCall, free: bool, may_read: bool = True) -> Traced:
+        module, inputs, tensors = call.model, call.inputs, call.examples
         rows = self.rows_of(module, dict(zip(inputs.tensor_names, tensors, strict=True)))
         require_stateless(module)
         _warn_of_training(module)
@@ -157,10 +146,10 @@ class Tracing:
             # No trace takes a tensor of inference_mode.
             known = inputs.flat([tensor.clone() if tensor.is_inference() else tensor for tensor in tensors])
             given = _given(dict(zip(inputs.tensor_names, known, strict=True)), rows) if may_read else None
-            sizes = Freed(rows) if free else None
-            call = cached_call(module, inputs, known, sizes, self.cache, around, given)
-        self.observe("capture", call.captured)
-        return Traced(call.captured, call.returned, rows, call.any_size)
+            call = replace(call, examples=known, given=given)
+            found = cached_call(call, Freed(rows) if free else None, self.cache)
+        self.observe("capture", found.captured)
+        return Traced(found.captured, found.returned, rows, found.any_size)
 
 
 def _is_independent(traced: Traced) -> bool:
