@@ -194,7 +194,7 @@ class Program:
     def _run_local(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int) -> StepResult:
         tensors, size = self.step.tensors(args, kwargs)
         plan = replace(self.whole.smaller(size), offloaded=False)  # no optimizer will step
-        engine = LocalEngine(plan, self._own_model, self.whole.state, seed, self._shown)
+        engine = LocalEngine(Kind(plan, self.whole.state), self._own_model, seed, self._shown)
         with put_back(self._rewritten) as written:
             loss, gradients = engine.run(tensors, step)
             outputs = {name: value.clone() for name, value in (engine.gather_outputs() or {}).items()}
@@ -253,8 +253,7 @@ class Program:
 
     def local_engine(self, seed: int = 0, observe: Observe | None = None) -> LocalEngine:
         """All ranks as threads of this process, training the model's own parameters; `observe` sees every event."""
-        whole = self.whole
-        given = whole.step, self._own_model, whole.state, seed, self._shown, observe, whole._filling, whole.smaller
+        given = self.whole.kind, self._own_model, seed, self._shown, observe
         return self._completed(LocalEngine(*given, self._kinds(whole=True)))
 
     def engine(
@@ -293,8 +292,8 @@ class Program:
             found = None if weights is None else readers(weights)
             if found is not None:
                 without_memory(self._own_model, found, where)
-            given = self.step, self._own_model, self.state, transport, seed, self._shown, observe, self._filling
-        return self._completed(Engine(*given, self.smaller, self._kinds(whole=False), weights=found))
+            given = self.kind, self._own_model, transport, seed, self._shown, observe
+        return self._completed(Engine(*given, self._kinds(whole=False), weights=found))
 
     def _completed(self, engine: AnEngine) -> AnEngine:
         """It can write what is predicted beside what it measures, and sees what of the model was changed since."""
@@ -344,14 +343,16 @@ class Program:
         shapes = self.shapes
 
         def made(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind:
-            program = shapes.of(args, kwargs).whole if whole else shapes.of(args, kwargs)
-            return Kind(program.step, program.state, program._filling, program.smaller)
+            program = shapes.of(args, kwargs)
+            return program.whole.kind if whole else program.kind
 
         return Kinds(next(iter(shapes.programs)), shapes.key, made)
 
     @property
-    def _filling(self) -> Callable[[], FilledPlan] | None:
-        return None if self.plan.steady is None else lambda: cast(FilledPlan, self.filled)
+    def kind(self) -> Kind:
+        """What an engine runs for batches of these shapes."""
+        filled = None if self.plan.steady is None else lambda: cast(FilledPlan, self.filled)
+        return Kind(self.step, self.state, filled, self.smaller)
 
     @property
     def state(self) -> dict[str, torch.Tensor]:

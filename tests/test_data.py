@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def on_ranks(world_size: int, layout: Layout, body: Callable[[Run], Any], num_sa
         model.load_state_dict(state)
         given = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         held = {name: given.get(name, tensor) for name, tensor in program.state.items()}
-        engine = Engine(program.step, model, held, transport, SEED, filled=program._filling, smaller=program.smaller)
+        engine = Engine(replace(program.kind, state=held), model, transport, SEED)
         return body(Run(model, engine, num_samples))
 
     return run_ranks(world_size, of_rank)
@@ -168,7 +169,7 @@ def test_a_rank_that_reads_nothing_loads_nothing() -> None:
     rows = [{name: value[index] for name, value in batch.items()} for index in range(2)]
 
     def of_rank(transport: Transport) -> Any:
-        engine = Engine(program.step, model, program.state, transport, filled=program._filling)
+        engine = Engine(program.kind, model, transport)
         (part,) = engine.dataloader(rows)
         return part.batch is None, float(engine.step(part).detach())
 

@@ -33,8 +33,7 @@ def program(model: nn.Module, world_size: int, rows: int, layout: Layout) -> fxp
 
 def as_rank(program: fxpipe.Program, transport: Transport) -> Engine:
     """The engine of a process, on a thread."""
-    given = program.step, program.model, program.state, copying(transport), SEED
-    return Engine(*given, filled=program._filling, smaller=program.smaller, kinds=program._kinds(whole=False))
+    return Engine(program.kind, program.model, copying(transport), SEED, kinds=program._kinds(whole=False))
 
 
 def on_threads(world_size: int, layouts: list[Layout], body: Callable[..., Any], trained: str = "all") -> list[Any]:

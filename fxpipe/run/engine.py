@@ -5,6 +5,7 @@ An engine reads the program and decides nothing. `step` does what `loss.backward
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,7 @@ from fxpipe.plan.outputs import WHOLE, Parts
 from fxpipe.plan.reads import batched_inputs, samples_read
 from fxpipe.plan.staged import equal_pipelines
 from fxpipe.plan.state_update import StateUpdate
-from fxpipe.plan.step import FilledPlan, StepPlan
+from fxpipe.plan.step import StepPlan
 from fxpipe.plan.transport import Channel, Transport
 from fxpipe.run.accumulation import Accumulation
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, sampled, told
@@ -59,22 +60,21 @@ class Engine(Training):
 
     def __init__(
         self,
-        plan: StepPlan,
+        own: Kind,
         model: nn.Module,
-        state: Mapping[str, torch.Tensor],
         transport: Transport,
         seed: int = 0,
         shown: Callable[[str], str] = str,
         observe: Observe | None = None,
-        filled: Callable[[], FilledPlan] | None = None,
-        smaller: Callable[[int], StepPlan] | None = None,
         kinds: Kinds | None = None,
+        *,
         opened: tuple[set[Channel], set[tuple[int, ...]]] | None = None,
         weights: Readers | None = None,
     ) -> None:
+        plan, state = own.plan, own.state
         self._held: dict[str, torch.Tensor] = {}
         self._opened = opened or (set(), set())  # channels and groups, by all engines on the transport
-        super().__init__(plan, model, self._held, seed, shown, observe, filled, smaller, kinds)
+        super().__init__(replace(own, state=self._held), model, seed, shown, observe, kinds)
         self._transport, self._given, self.rank = transport, state, transport.rank
         self._accumulation, self._as_left = Accumulation(), False
         self._optimizer_steps = OptimizerSteps(model, self.rank)
@@ -85,8 +85,8 @@ class Engine(Training):
         self._all_reads: list[tuple[int, ...]] | None = None
         with told(transport):
             drawn = [(index, draw_fingerprint(draw)) for index, draw in plan.draws.items()]
-            own = {"plan": plan.fingerprint, "random operation, as a dropout of another p,": drawn}
-            agree(transport, own, "engine")
+            made = {"plan": plan.fingerprint, "random operation, as a dropout of another p,": drawn}
+            agree(transport, made, "engine")
             here = {n: t for n, t in state.items() if not (t.is_meta or is_empty(t) or is_outdated(t) or owners(t))}
             agree_on_state(transport, {name: sampled(tensor) for name, tensor in here.items()})
             self._take(plan)
@@ -123,8 +123,8 @@ class Engine(Training):
         self._opened[1].update(groups)
 
     def _another(self, kind: Kind) -> "Engine":
-        given = self._model, kind.state, self._transport, self.seed, self._shown, self._observe
-        other = Engine(kind.plan, *given, kind.filled, kind.smaller, None, self._opened)
+        given = self._model, self._transport, self.seed, self._shown, self._observe
+        other = Engine(kind, *given, opened=self._opened)
         other._optimizer_steps = self._optimizer_steps
         return other
 

@@ -26,8 +26,8 @@ class Kind:
 
     plan: StepPlan
     state: Mapping[str, torch.Tensor]
-    filled: Callable[[], FilledPlan] | None
-    smaller: Callable[[int], StepPlan]
+    filled: Callable[[], FilledPlan] | None = None
+    smaller: Callable[[int], StepPlan] | None = None
 
 
 @dataclass(frozen=True)

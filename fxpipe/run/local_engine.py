@@ -1,6 +1,7 @@
 """All ranks as threads of this process."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -29,18 +30,18 @@ class LocalEngine(Training):
     """Bytes of the last step's messages, by channel."""
     _bytes_here = 0
 
-    def __init__(self, plan: StepPlan, model: nn.Module, state: Mapping[str, torch.Tensor], *others: Any) -> None:
+    def __init__(self, own: Kind, model: nn.Module, *others: Any) -> None:
+        device = own.plan.device
         for tensor in tensors_of(model).values():
-            at(plan.device, tensor)
-        super().__init__(plan, model, placed(state, plan.device), *others)
+            at(device, tensor)
+        super().__init__(replace(own, state=placed(own.state, device)), model, *others)
 
     @property
     def bytes_sent(self) -> int:
         return self._bytes_here + sum(engine.bytes_sent for engine in self._others.values())
 
     def _another(self, kind: Kind) -> "LocalEngine":
-        given = self._model, kind.state, self.seed, self._shown, self._observe
-        return LocalEngine(kind.plan, *given, kind.filled, kind.smaller)
+        return LocalEngine(kind, self._model, self.seed, self._shown, self._observe)
 
     def _by_kind(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
         loss = super()._by_kind(batch, following)

@@ -27,7 +27,7 @@ from fxpipe.errors import RunError
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.timeline import Timeline
 from fxpipe.run.host_states import keep_on_host, put_back
-from fxpipe.run.kinds import EngineKinds, Kinds
+from fxpipe.run.kinds import EngineKinds, Kind, Kinds
 from fxpipe.run.live import Live
 from fxpipe.run.loader import Loader
 from fxpipe.run.marks import Marks, marks_of
@@ -75,21 +75,19 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
 
     def __init__(
         self,
-        plan: StepPlan,
+        own: Kind,
         model: nn.Module,
-        state: Mapping[str, torch.Tensor],
         seed: int = 0,
         shown: Callable[[str], str] = str,
         observe: Observe | None = None,
-        filled: Callable[[], FilledPlan] | None = None,
-        smaller: Callable[[int], StepPlan] | None = None,
         kinds: Kinds | None = None,
     ) -> None:
+        plan = own.plan
         if plan.offloaded:
             keep_on_host(p for p in model.parameters() if p.requires_grad)
         self._kinds, self._kind, self._others = kinds, "" if kinds is None else kinds.first, {}
-        self._plan, self._model, self._state, self._make_filled = plan, model, state, filled
-        self._make_smaller, self._smaller = smaller, dict[int, StepPlan]()  # by the number of samples
+        self._plan, self._model, self._state, self._make_filled = plan, model, own.state, own.filled
+        self._make_smaller, self._smaller = own.smaller, dict[int, StepPlan]()  # by the number of samples
         self._shown, self._observe = shown, observe
         self.seed, self.step_index, self.device = seed, 0, plan.device
         self.num_samples, self.unchanged = 0, Unchanged(model)
