@@ -12,6 +12,7 @@ from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.choosing import ranked
+from fxpipe.sampling.planning import chosen, planned
 from tests.denoisers import noise
 from tests.distributed import run_processes
 from tests.test_sample_planner import MODELS, STEPS, asked, compiled, model
@@ -60,6 +61,46 @@ def test_it_is_sent_the_prediction() -> None:
 def test_equal_devices_all_work() -> None:
     case, request, setting = asked(compiled("DiT", 4))
     assert all(not one.request.watching for one in ranked(case, request, setting).candidates)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "mode"),
+    [("{}xL40-PCIe", "exact"), ("{}xL40-PCIe", "displaced"), ("{}x1xA100+Ethernet-10", "exact")],
+)
+def test_ranks_that_samples_cannot_be_shared_out_to_are_no_slower_than_fewer(cluster: str, mode: str) -> None:
+    for name in MODELS:
+        case, request, setting = asked(compiled(name, 2, cluster="2xA100", mode=mode))
+        seconds = []
+        for ranks in range(2, 8):
+            on = replace(setting, cluster=Cluster.parse(cluster.format(ranks)), steps=12)
+            seconds.append(ranked(case, replace(request, world_size=ranks), on, anew=True).best.seconds)
+        assert all(more <= 1.05 * min(seconds[: place + 1]) for place, more in enumerate(seconds))
+
+
+def test_copies_of_fewer_ranks_are_watched_by_the_last() -> None:
+    made = compiled("DiT", 7, cluster="7x1xA100+Ethernet-10", cost_model="A100-80GB")
+    assert (made.plan.copies, made.plan.watching) == (7, 0)
+    made = compiled("DiT", 7, cluster="7xL40-PCIe")
+    case, request, _ = asked(made)
+    assert made.plan.watching == 1
+    of_two = chosen(case, replace(request, world_size=6, cfg=2, patches=1, copies=3, watching=1))
+    plan, _ = planned(case, of_two, made.plan.cluster, made.plan.cost_model)
+    again = compiled("DiT", 7, plan=plan, cluster=None)
+    for one in (made, again):
+        assert one.verify().ok
+        assert SamplePlan.parse(str(one.plan)) == one.plan
+    assert (again.plan.copies, again.plan.watching) == (3, 1)
+    assert made.plan.expects is not None
+    assert made.plan.expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.05)
+
+
+def test_exact_steps_of_a_displaced_call_are_of_its_own_ranks() -> None:
+    """On others the fastest exact layout is one with a rank that watches."""
+    case, request, setting = asked(compiled("DiT", 7, cluster="7x1xA100+Ethernet-10", mode="displaced", warmup=3))
+    found = ranked(case, request, replace(setting, steps=12))
+    warmed = [one for one in found.candidates if one.made and one.made.warm]
+    assert {one.request.watching for one in warmed} == {0, 1}
+    assert next(one for one in found.candidates if one.is_exact and one.found).request.watching == 1
 
 
 # -- steps of a displaced call

@@ -8,7 +8,7 @@ groups of samples x stages x patches      as many ranks as there are          ex
 
 An exact layout is taken where a displaced one is no more than 5 % faster. The first exact steps before displaced ones
 are made by the fastest exact layout of rows where that fits beside, and is faster than their own. Where fewer ranks are
-faster than all, the others do the same once more: a call never takes longer than on one rank.
+faster than all, the others do the same once more, or watch: a call never takes longer than on one rank.
 
 Where a call of about this size has been planned, layouts that were far from the best there are not looked at.
 
@@ -115,7 +115,7 @@ def _told(there: Ranked, most: float) -> dict[object, str | None]:
         far = f"at another size {'' if one.found else 'at least '}{times - 1:.1%} longer" if times > 1 else "not exact"
         near = "" if one.found else None
         is_far = times * _weight(one) > most * _weight(there.best) or least > _ALIKE * of_sort.get(_sort(one), inf)
-        found[_way(one.request, one.requests)] = far if is_far and one is not warm else near
+        found[_way(one.request, one.requests)] = far if is_far and one is not warm.get(one.request.watching) else near
     return found
 
 
@@ -175,7 +175,8 @@ def _found(case: SampleCase, request: Request, setting: Setting) -> list[Candida
     limit = _limit(case, setting)
     while open_ones:
         least, place, requests, refined, of_requests, way, fresh = heappop(open_ones)
-        if least > _EXACT_WINS * (best_rows if _may_warm(way) and request.how.warmup > 1 else best):
+        may_warm = _may_warm(way) and way.watching == request.watching
+        if least > _EXACT_WINS * (best_rows if may_warm and request.how.warmup > 1 else best):
             found.append(_slower(way, requests, least * requests, best))
             continue
         if not refined:
@@ -188,7 +189,7 @@ def _found(case: SampleCase, request: Request, setting: Setting) -> list[Candida
         found.append(one)
         if one.found and one.found.memory_bytes <= limit:
             best = min(best, one.seconds)
-            best_rows = min(best_rows, one.seconds) if _may_warm(way) else best_rows
+            best_rows = min(best_rows, one.seconds) if may_warm else best_rows
     return found
 
 
@@ -208,31 +209,29 @@ def _may_warm(way: Request) -> bool:
     return way.how.mode == "exact" and way.stages is None
 
 
-def _fastest_rows(found: Sequence[Candidate], limit: float = inf) -> Candidate | None:
-    """The fastest that fresh steps may be made by, of one request."""
+def _fastest_rows(found: Sequence[Candidate], limit: float = inf) -> dict[int, Candidate]:
+    """The fastest that fresh steps may be made by, of one request, by how many ranks watch."""
     fits = (one for one in found if one.found and not one.why and one.found.memory_bytes <= limit)
     rows = (one for one in fits if _may_warm(one.request) and one.requests == 1)
-    return min(rows, key=attrgetter("seconds"), default=None)
+    return {one.request.watching: one for one in sorted(rows, key=attrgetter("seconds"), reverse=True)}
 
 
 def _warmed(case: SampleCase, found: Sequence[Candidate], setting: Setting) -> list[Candidate]:
     """Displaced ones of a request with the fastest exact steps first, where a call is the faster for it, and fits."""
     limit = _limit(case, setting)
-    rows = _fastest_rows(found, limit)
-    if rows is None or rows.found is None:
-        return [*found]
-    made, by = rows.made, rows.found
+    by = _fastest_rows(found, limit)
 
     def warmed(one: Candidate) -> Candidate:
-        if one.found is None or one.made is None or one.is_exact or one.requests > 1:
+        rows = by.get(one.request.watching)
+        if rows is None or rows.found is None or one.is_exact or one.requests > 1:
             return one
-        if one.request.watching != rows.request.watching:  # other ranks
+        if one.found is None or one.made is None:
             return one
-        told = one.found.warmed(by, min(one.request.how.num_warm, setting.steps))
+        told = one.found.warmed(rows.found, min(one.request.how.num_warm, setting.steps))
         fits = told.memory_bytes <= max(limit, one.found.memory_bytes)
         if not fits or _SAME * told.seconds >= one.found.seconds:
             return one
-        return replace(one, made=replace(one.made, warm=made), found=told)
+        return replace(one, made=replace(one.made, warm=rows.made), found=told)
 
     return [*map(warmed, found)]
 
@@ -250,31 +249,47 @@ def _joined(case: SampleCase, request: Request, setting: Setting) -> Iterator[tu
 
 
 def ways(case: SampleCase, request: Request, setting: Setting) -> Iterator[Request]:
-    """Requests that leave nothing open but bounds: where speeds differ without the last ranks, too, which watch."""
-    yield from _ways_on(case, request, setting)
-    if request.stages is None and request.patches is None and request.cfg is None and len(set(request.speeds)) > 1:
-        for ranks in range(request.world_size - 1, 0, -1):
-            fewer = replace(request, world_size=ranks, speeds=request.speeds[:ranks])
-            watching = request.watching + request.world_size - ranks
-            yield from _ways_on(case, replace(fewer, watching=watching), setting)
+    """Requests that leave nothing open but bounds: on all ranks, then on fewer, of which there are as many copies as
+    are no slower; ranks that are left over watch."""
+    is_open = request.stages is None and request.patches is None and request.cfg is None
+    for ranks in _ranks(request, case.num_samples) if is_open else [request.world_size]:
+        copies = _copies(request, ranks)
+        used = copies * ranks
+        watching = request.watching + request.world_size - used
+        speeds = request.speeds[:used]
+        own = replace(request, world_size=used, copies=copies, speeds=speeds if {*speeds} - {1.0} else ())
+        yield from _ways_on(case, replace(own, watching=watching), setting)
+
+
+def _ranks(request: Request, num_samples: int) -> list[int]:
+    """How many may make a call together, the most first: all, those before a slower one, of these as many as samples
+    can be shared out to, and what divides all or those."""
+    speeds, most = request.speeds, request.world_size
+    shared = {most, most - most % num_samples} - {0}
+    slower = [at for at in range(1, len(speeds)) if speeds[at] < speeds[at - 1]]
+    ends = {end for at in slower for end in (at, at - at % num_samples)}
+    return [r for r in range(most, 0, -1) if r in ends or any(count % r == 0 for count in shared)]
+
+
+def _copies(request: Request, ranks: int) -> int:
+    """How often there are so many ranks that are as fast as the first ones."""
+    count, speeds = request.world_size // ranks, request.speeds
+    slower = (at for at in range(ranks, len(speeds)) if speeds[at] < speeds[at % ranks])
+    return min(count, next(slower, count * ranks) // ranks)
 
 
 def _ways_on(case: SampleCase, request: Request, setting: Setting) -> Iterator[Request]:
-    """On all its ranks: more groups first, then fewer stages, then fewer ranks."""
+    """On all its ranks: more groups first, then fewer stages."""
     open_layout = request.stages is None and request.patches is None
     hows = [EXACT, request.how] if open_layout and request.how.mode == "displaced" else [request.how]
     if open_layout and few(request.how, setting.steps):
         hows = [EXACT]
-    all_ranks, every = request.world_size, range(1, request.world_size + 1)
-    copies = [c for c in every if all_ranks % c == 0] if open_layout and request.cfg is None else [1]
+    ranks = request.world_size // request.copies
     for how in hows:
-        for times in copies:
-            ranks = all_ranks // times
-            for groups in _groups(case, request.cfg, ranks):
-                columns = [request.stages] if request.stages else [s for s in every if ranks // groups % s == 0]
-                for stages in columns:
-                    way = replace(request, cfg=groups, how=how, copies=times)
-                    yield from _ways_of(case, way, stages)
+        for groups in _groups(case, request.cfg, ranks):
+            for stages in [request.stages] if request.stages else range(1, ranks // groups + 1):
+                if ranks // groups % stages == 0:
+                    yield from _ways_of(case, replace(request, cfg=groups, how=how), stages)
 
 
 def _groups(case: SampleCase, asked: int | None, ranks: int) -> list[int]:

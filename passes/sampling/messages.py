@@ -95,7 +95,7 @@ def sent_by(node: fx.Node, source: Patch, patches: Sequence[Patch]) -> Shapes:
         patches = first_owns(patches)
         source = patches[source.index]
     if exchange.kind == "halo":
-        read = {patch.index: halo_of(node, patch, patches).get(source.index) for patch in patches}
+        read = {patch.index: halo_of(node, patch, [source]).get(source.index) for patch in patches}
         return {dst: _with(exchange, rows[1]) for dst, rows in read.items() if rows is not None}
     if exchange.kind == "ring":
         count = len(patches)
