@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxpipe
@@ -22,6 +24,7 @@ from fxpipe.sampling.candidates import Setting
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.choosing import ranked, ways
 from fxpipe.sampling.estimate import estimate
+from fxpipe.sampling.paced import _booked
 from fxpipe.sampling.planning import Request, chosen, planned
 
 DEVICE = replace(device("A100-80GB"), peak_flops=1e9, bandwidth=1e10, launch_seconds=1e-6, ramp_seconds=1e-6)
@@ -328,3 +331,14 @@ def test_patches_that_another_size_has_no_units_for_are_looked_at() -> None:
     assert found.narrowed
     assert {one.request.num_patches for one in found.candidates} == {4, 8, 10}
     assert found.best.made == anew.best.made
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), max_size=30))
+def test_a_message_has_the_bus_in_the_first_span_that_is_free(messages: list[tuple[int, int]]) -> None:
+    bus, taken = list[tuple[float, float]](), set[int]()
+    for begin, seconds in messages:
+        free = next(at for at in range(begin, 200) if taken.isdisjoint(range(at, at + seconds)))
+        assert _booked(bus, begin, seconds) == free + seconds
+        taken |= {*range(free, free + seconds)}
+    assert sum(stop - start for start, stop in bus) == len(taken)
+    assert bus == sorted(bus)

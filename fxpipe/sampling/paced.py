@@ -4,8 +4,9 @@ stage 0  |0|1|2|   |0|1|2|            a patch's next step begins when its predic
 stage 1    |0|1|2|   |0|1|2|
 """
 
-from bisect import insort
+from bisect import bisect_right
 from collections.abc import Callable
+from operator import itemgetter
 
 from fxpipe.sampling.links import Busy
 from passes.sampling.cells import cells
@@ -71,9 +72,15 @@ def paced(
 
 def _booked(bus: list[tuple[float, float]], begin: float, seconds: float) -> float:
     """The end of the first span of so many seconds in which the bus is free; not so from now on."""
-    for start, stop in bus:
-        if begin + seconds <= start:
-            break
-        begin = max(begin, stop)
-    insort(bus, (begin, begin + seconds))
-    return begin + seconds
+    if not seconds:
+        return begin
+    place = bisect_right(bus, begin, key=itemgetter(1))
+    while place < len(bus) and bus[place][0] < begin + seconds:
+        begin = bus[place][1]
+        place += 1
+    start, stop = begin, begin + seconds
+    if place and bus[place - 1][1] == start:  # spans without a gap are one
+        place -= 1
+        start, _ = bus.pop(place)
+    bus.insert(place, (start, stop))
+    return stop
