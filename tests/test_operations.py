@@ -69,6 +69,14 @@ def diagonal(h: Tensor) -> Tensor:
     return h
 
 
+def one_by_one(h: Tensor, y: Tensor) -> Tensor:
+    """Operations of lists of tensors."""
+    parts = [part.clone() for part in h.split(4, 1)]
+    torch._foreach_div_(parts, torch._foreach_add(torch._foreach_cos(y.split(4, 1)), 2.0))
+    torch._foreach_addcmul_(parts, [*y.split(4, 1)], [*h.split(4, 1)], [0.1, 0.2, 0.3])
+    return torch.cat(torch._foreach_maximum(parts, [-0.2, -0.1, 0.0]), 1)
+
+
 def viewed_without_gradients(m: nn.Module, h: Tensor, y: Tensor) -> Tensor:
     """Torch says of a view under no_grad that it requires grad."""
     with torch.no_grad():
@@ -87,6 +95,7 @@ OPERATIONS: dict[str, tuple[Body, Callable[[], nn.Module]]] = {
     "RNN with dropout": (sequence, lambda: nn.RNN(6, 2, 2, batch_first=True, dropout=0.4, bidirectional=True)),
     "GRUCell": (lambda m, h, y: m(h, y[:, :3]), lambda: nn.GRUCell(12, 3)),
     "LSTMCell": (lambda m, h, y: m(h)[1], lambda: nn.LSTMCell(12, 3)),
+    "lists of tensors": (lambda m, h, y: one_by_one(h, y), nn.Identity),
     "views under no_grad": (viewed_without_gradients, lambda: nn.Linear(12, 12)),
     "Bilinear": (lambda m, h, y: m(h, y), lambda: nn.Bilinear(12, 12, 2)),
     "RReLU": (lambda m, h, y: m(h), nn.RReLU),

@@ -70,6 +70,8 @@ MODULES: dict[str, tuple[Any, int, dict[str, Any], str]] = {
         Denoiser(lambda self, x, time: self.conv(x) + torch.randn_like(x)), 2, {},
         "forward draws random numbers .* pass them as an input",
     ),
+    "its own input": (Denoiser(lambda self, x, time: x), 2, {"cfg": 1}, "forward returns sample as it is"),
+    "no entries": (Denoiser(lambda self, x, time: self.conv(x)[:, :, :0]), 2, {"cfg": 1}, "a tensor without entries"),
     "mixed samples": (
         Denoiser(lambda self, x, time: self.conv(x) - x.mean(0, keepdim=True)), 2, {"cfg": 2}, "it mixes samples",
     ),

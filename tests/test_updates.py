@@ -55,7 +55,7 @@ class Writes(nn.Module):
         self.count += 1
         with torch.no_grad():
             self.average.weight.lerp_(self.layers[3].weight, 0.2)
-            self.shadow.bias.lerp_(self.layers[4].bias, 0.2)
+            torch._foreach_lerp_([self.shadow.bias], [self.layers[4].bias], 0.2)
             self.mean.mul_(0.9).add_(self.layers[3].weight, alpha=0.1)
         h = x
         for layer, down, up in zip(self.layers, self.down, self.up, strict=True):

@@ -7,6 +7,7 @@ are, written with others.
     linspace(0, 1, batch + 1)      ->   where(i < half, i * step, 1 - (batch - i) * step), of i = arange(batch + 1)
     kron(a, b)                     ->   (a[:, None, :, None] * b[None, :, None]).reshape(...)
     pad_sequence([a, b])           ->   stack([a, pad(b, ...)], 1)
+    _foreach_lerp_([a, b], c, 0.1) ->   a.lerp_(c[0], 0.1), b.lerp_(c[1], 0.1)
 
 Only the trace does so: `program.verify` compares what is written here with torch's own.
 """
@@ -86,7 +87,25 @@ def _linspace(func: Any, start: Any, end: Any, steps: Any, **options: Any) -> to
     return torch.where(places < torch.sym_max(steps // 2, 1), upwards, downwards).to(kind)
 
 
+def _each(func: Any, tensors: Sequence[torch.Tensor], *args: Any, **options: Any) -> list[torch.Tensor]:
+    """A tensor at a time, by its own of what are lists."""
+    name = func.__name__.removeprefix("_foreach_").replace("maximum", "clamp_min").replace("minimum", "clamp_max")
+    if name.startswith("addc") and len(args) > 2:
+        *args, options["value"] = args  # type: ignore[assignment]
+
+    def own(place: int) -> Any:
+        values = [one[place] if isinstance(one, list | tuple) else one for one in (*args, *options.values())]
+        return getattr(torch.Tensor, name)(
+            tensors[place], *values[: len(args)], **dict(zip(options, values[len(args) :], strict=True))
+        )
+
+    return [own(place) for place in range(len(tensors))]
+
+
+_FOREACH = {name for name in dir(torch) if name.startswith("_foreach_")} - {"_foreach_pow", "_foreach_powsum"}
+
 WRITTEN_OUT: Table = {
+    **{getattr(torch, name): _each for name in _FOREACH},
     torch.linspace: _linspace,
     torch.tensor: _tensor,
     torch.as_tensor: _tensor,

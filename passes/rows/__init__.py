@@ -140,7 +140,12 @@ def _num_rows(sized: Sized, rows: Mapping[str, int]) -> int:
 
 
 def _refuse_unsafe(sized: Sized) -> None:
-    """Refuse what gathering its operands does not make right: random draws, and reads of memory by strides."""
+    """Refuse what gathering its operands does not make right, random draws and reads of memory by strides; and what
+    predicts nothing."""
+    (result,) = (node.args[0] for node in sized.graph.find_nodes(op="output"))
+    if result.op == "placeholder" or not result.meta["val"].numel():
+        what = f"{result.meta['input']} as it is" if result.op == "placeholder" else "a tensor without entries"
+        raise CompileError(f"module (the model itself): forward returns {what}, so that there is nothing to predict")
     for node in sized.graph.nodes:
         path = f"module {node.meta.get('path') or '(the model itself)'}"
         if node.meta.get("kind") == "draw":
