@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from fxpipe.plan.block_graph import human_bytes
+from fxpipe.plan.schedule import counted
 from fxpipe.plan.timeline import human_seconds
 
 
@@ -32,9 +33,10 @@ class Outcome:
 
     def __str__(self) -> str:
         words = [f"{self.pipelines} x {self.ranks} ranks" if self.pipelines > 1 else f"{self.ranks} ranks"]
-        words.append(f"{self.schedule} over {self.stages} stages" if self.ranks > 1 else "one stage")
+        stages = counted(self.stages, "stage")
+        words.append(f"{self.schedule} over {stages}" if self.ranks > 1 else stages)
         words += ["skips collocated"] * self.collocated
-        words.append(f"{self.microbatches} micro-batch{'es' if self.microbatches > 1 else ''}")
+        words.append(counted(self.microbatches, "micro-batch", "es"))
         return ", ".join([*words, *["recomputed"] * self.recompute])
 
 
