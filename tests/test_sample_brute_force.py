@@ -92,7 +92,8 @@ class Layouts:
                 elif way.how == EXACT and way.stages is None:
                     rows += kinds
         for made, warm in product(displaced, rows):
-            yield replace(made, warm=warm)
+            if made.watching == warm.watching:
+                yield replace(made, warm=warm)
 
     def seconds(self, made: Choices, cluster: Cluster, steps: int) -> float:
         """Of every request, by the programs."""

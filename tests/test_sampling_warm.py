@@ -104,6 +104,7 @@ def test_plans_that_cannot_make_the_first_steps_are_refused() -> None:
         (replace(plan, warm=alone.plan), "the first steps are made by a plan that is exact and of one stage"),
         (replace(plan, warm=plan), "the first steps are made by a plan that is exact and of one stage"),
         (replace(plan.warm, warm=plan.warm), "no step for that to make: all exchanges fresh; leave that plan out"),
+        (replace(plan, warm=replace(plan.warm, watching=1)), "made by 2 ranks, 1 watching, the others by 2, 0 "),
         (short, "no step for that to make: displaced after 1 fresh step, norms corrected; leave that plan out"),
     ]:
         with pytest.raises(fxpipe.CompileError, match=says):

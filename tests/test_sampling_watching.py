@@ -130,6 +130,56 @@ def launched() -> tuple[list[Tensor], int, bool]:
     return found, freed, goes_on
 
 
+@cache
+def in_turn(watching: int, beside: int, warm: bool) -> Sampler:
+    """Two stages, each of so many ranks, the last of all watching; fresh steps by them, or by rows."""
+    given = {"mode": "displaced", "cfg": 1, "stages": 2, "patches": 4, "warmup": 3}
+    plan = compiled("DiT", 2 * beside, cluster="8xA100", **given).plan
+    rows = compiled("DiT", 2 * beside, cluster="8xA100", cfg=1, patches=2 * beside).plan if warm else None
+    if rows is not None:
+        rows = replace(rows, watching=watching, notes=(), expects=None, considered=())
+    return compiled("DiT", 2 * beside + watching, plan=replace(plan, watching=watching, warm=rows), cluster=None)
+
+
+@pytest.mark.parametrize(("watching", "beside", "warm"), [(1, 1, False), (2, 2, True)])
+def test_patches_in_turn_are_shown_to_who_watches(watching: int, beside: int, warm: bool) -> None:
+    shown, alone = in_turn(watching, beside, warm), in_turn(0, beside, warm)
+    assert equal(called(shown), called(alone))
+    assert shown.verify().ok
+    assert SamplePlan.parse(str(shown.plan)) == shown.plan == SamplePlan.from_dict(shown.plan.as_dict())
+    *_, last = shown.step.programs
+    assert (last.rank, last.state, last.inputs if not warm else ()) == (2 * beside + watching - 1, {}, ())
+    assert shown.plan.watching == watching
+
+
+def launched_in_turn() -> list[Tensor]:
+    """A rank's predictions."""
+    sampler = in_turn(1, 1, True)
+    found = [value.clone() for value in called(sampler)]
+    sampler.close()
+    return found
+
+
+def test_processes_of_patches_in_turn_watch_as_threads_do() -> None:
+    wanted = called(in_turn(0, 1, True))
+    assert all(equal(found, wanted) for found in run_processes(3, launched_in_turn))
+
+
+def test_what_is_shown_in_turn_is_in_the_estimate() -> None:
+    made = compiled("DiT", 7, cluster="7x1xA100+Ethernet-10", mode="displaced")
+    case, request, setting = asked(made)
+    found = [
+        one for one in ranked(case, request, replace(setting, steps=12)).candidates
+        if one.made and one.request.watching and one.request.in_turn
+    ]  # fmt: skip
+    assert found
+    for one in found:
+        assert one.found is not None
+        plan, _ = planned(case, one.made, made.plan.cluster, made.plan.cost_model)
+        again = compiled("DiT", 7, plan=plan, cluster=None)
+        assert one.found.seconds == pytest.approx(again.simulate(12).makespan_seconds, rel=0.08), str(one)
+
+
 def test_who_watches_has_what_the_others_have_bit_for_bit() -> None:
     wanted = called(displaced(2))
     assert not torch.equal(wanted[-1], wanted[0])
@@ -157,9 +207,11 @@ def test_by_a_plan_with_a_rank_that_watches_more_may_watch_at_another_size(speed
 
 
 def test_who_cannot_watch_is_refused() -> None:
-    in_turn = compiled("DiT", 2, cluster="8xA100", mode="displaced", stages=2).plan
-    with pytest.raises(CompileError, match=r"1 rank watching \(patches in turn\)"):
-        compiled("DiT", 3, plan=replace(in_turn, watching=1), cluster=None)
+    in_turn = compiled("DiT", 2, cluster="8xA100", mode="displaced", stages=2)
+    case, request, _ = asked(in_turn)
+    of_two = chosen(case, replace(request, world_size=4, copies=2, cfg=1, watching=1))
+    with pytest.raises(CompileError, match=r"1 rank watching \(patches in turn\); .* none where there are copies"):
+        planned(case, of_two, "", "")
     data = displaced(3).plan.as_dict()
     for watching in (-1, "1", 1.0, True, None):
         with pytest.raises(CompileError, match=r"watching is .*(, no number of ranks|; give an integer)"):

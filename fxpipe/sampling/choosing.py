@@ -311,7 +311,7 @@ def _ways_of(case: SampleCase, request: Request, stages: int) -> Iterator[Reques
             rows = replace(request, patches=request.patches or beside)
             for fold in folds:
                 yield replace(rows, stages=stages if stages > 1 else None, fold=fold)
-    elif how.norms != "sync" and (asked or request.patches is None) and not request.watching:
+    elif how.norms != "sync" and (asked or request.patches is None) and (request.copies == 1 or not request.watching):
         in_turn = replace(request, stages=stages, how=replace(how, advance=False))
         turns = [stages, 2 * stages, 4 * stages]
         if asked:  # with fewer units than that, too

@@ -145,7 +145,7 @@ class Columns(Layout):
         def shown(stage: Stage, turn: int) -> Busy:
             result = self.work(turn, fresh).bytes_of(self.case.rows(self.run).sized.result.name)
             if self.in_turn:
-                return self.links.to_all(stage.column, result)
+                return self.links.to_all(stage.column, result, self.made.watching)
             return self.links.to_columns(stage.column, self.result_bytes(self.run))
 
         known = dict[tuple[int, int], float]()

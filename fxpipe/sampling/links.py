@@ -71,11 +71,11 @@ class Links:
             for patch in range(self.grid.patches)
         )
 
-    def to_all(self, column: int, num_bytes: int) -> Busy:
-        """A prediction from every patch of a column, of every group, to all other ranks."""
+    def to_all(self, column: int, num_bytes: int, watching: int = 0) -> Busy:
+        """A prediction from every patch of a column, of every group, to all other ranks, and those that watch."""
         groups, patches = range(self.grid.groups), range(self.grid.patches)
         sources = [self._rank(group, column, patch) for group in groups for patch in patches]
-        ranks = range(self.grid.of_copy)
+        ranks = range(self.grid.of_copy + watching)
         return self._at_once((src, dst, num_bytes) for src in sources for dst in ranks if src != dst)
 
     def to_columns(self, column: int, num_bytes: int) -> Busy:

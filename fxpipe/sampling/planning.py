@@ -144,11 +144,11 @@ def _require_turns(made: Choices) -> None:
 
 
 def _require_watching(made: Choices) -> None:
-    """Refuse ranks that cannot watch: of patches in turn a prediction comes piece by piece, to ranks of stages."""
-    if made.watching < 0 or (made.watching and made.order == IN_TURN):
+    """Refuse ranks that cannot watch: copies of patches in turn send what they predict to none but their own ranks."""
+    if made.watching < 0 or (made.watching and made.order == IN_TURN and made.grid.copies > 1):
         raise CompileError(
             f"the plan has {counted(made.watching, 'rank')} watching ({made.order}); they are none or more, and none "
-            f"where there are {IN_TURN}: leave them out"
+            f"where there are copies of {IN_TURN}: leave them out"
         )
 
 
@@ -204,6 +204,11 @@ def require_warm(plan: SamplePlan) -> None:
         raise CompileError(
             f"the first steps are made by a plan that is exact and of one stage, this one is {warm.staged.schedule!r}, "
             f"{str(warm.how)!r}; give another, or leave it out"
+        )
+    if (warm.staged.world_size, warm.watching) != (plan.staged.world_size, plan.watching):
+        raise CompileError(
+            f"the first steps are made by {counted(warm.staged.world_size, 'rank')}, {warm.watching} watching, the "
+            f"others by {plan.staged.world_size}, {plan.watching} watching; give a plan for the same ranks, or none"
         )
 
 

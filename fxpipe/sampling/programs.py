@@ -46,16 +46,20 @@ def programs_of(
         CompileError: there are none for this plan.
     """
     size = plan.staged.world_size
-    active = {rank if rank < size else 0 for rank in ranks}
-    programs, messages = _lowered(case, plan, line, device, active)
-    if plan.warm is not None:
-        programs, messages = with_warm((programs, messages), _lowered(case, plan.warm, None, device, active))
-        require_sequence(programs, messages, ("warm", "warm", "fresh", "displaced", _last(messages)))
     rows = case.rows(case.num_samples)
+    active, like = {rank if rank < size else 0 for rank in ranks}, rows.sized.result.meta["val"]
+
+    def shown(alone: Alone) -> Alone:
+        return only(watched(alone, size, plan.watching, like, device), ranks) if plan.watching else alone
+
+    programs, messages = _lowered(case, plan, line, device, ranks if plan.in_turn else active)
+    if plan.warm is not None:
+        exact = _lowered(case, plan.warm, None, device, active)
+        programs, messages = with_warm((programs, messages), shown(exact) if plan.in_turn else exact)
+        require_sequence(programs, messages, ("warm", "warm", "fresh", "displaced", _last(messages)))
     programs = with_once(programs, inputs_of_call(rows, case.traced.rows))
-    if plan.watching:
-        like = rows.sized.result.meta["val"]
-        programs, messages = only(watched((programs, messages), size, plan.watching, like, device), ranks)
+    if plan.watching and not plan.in_turn:
+        programs, messages = shown((programs, messages))
         _require(programs, messages)
     return tuple(programs), messages
 
@@ -66,7 +70,8 @@ def _lowered(
     """The programs of one layout."""
     size = plan.grid.of_copy
     lowered = _piped if plan.in_turn else _grouped
-    return copied(lowered(case, plan, line, device, {rank % size for rank in ranks}), plan.copies, size, ranks)
+    own = ranks if plan.copies == 1 else {rank % size for rank in ranks}
+    return copied(lowered(case, plan, line, device, own), plan.copies, size, ranks)
 
 
 def _piped(
@@ -77,7 +82,7 @@ def _piped(
     groups = [case.runs(*span) for span in plan.grid.spans(plan.num_samples)]
     rows = case.rows_of([run for runs in groups for run in runs])
     norms: Any = plan.how.norms
-    piped = Piped(line, rows, groups, plan.bounds, plan.grid.patches, case.batched, norms, device)
+    piped = Piped(line, rows, groups, plan.bounds, plan.grid.patches, case.batched, norms, device, plan.watching)
     programs, messages = piped_programs(piped, ranks)
     require_sequence(programs, messages, ("fresh", "fresh", "displaced", "displaced", "displaced"))
     return programs, messages

@@ -50,7 +50,7 @@ class Piped:
     `beside` ranks (g * columns + c) * beside + p, and there the p-th band of as many patches as the others.
 
     `plans` has where the rows lie for every number of samples in a run; `batched` are the inputs whose dimension 0 is
-    the batch.
+    the batch. So many ranks after those of the groups are `watching`: the prediction is sent to them, too.
     """
 
     line: Line
@@ -61,6 +61,7 @@ class Piped:
     batched: Mapping[str, torch.Tensor]
     norms: Norms
     device: torch.device
+    watching: int = 0
     _graphs: dict[tuple[int, int, Patch], fx.Graph] = field(default_factory=dict, init=False)
     _told: dict[tuple[int, int], list[Message]] = field(default_factory=dict, init=False)
 
@@ -81,7 +82,9 @@ class Piped:
         return (group * self.line.num_columns + column) * self.beside + place
 
     def place(self, rank: int) -> tuple[int, int, int]:
-        """Group, column and place."""
+        """Group, column and place; of a rank that watches a column that is none."""
+        if rank >= self.num_ranks:
+            return 0, -1, 0
         column, place = divmod(rank, self.beside)
         return *divmod(column, self.line.num_columns), place
 
@@ -187,5 +190,5 @@ class Sent(Wires):
         piped = self.piped
         if name == PREDICTION and cell.stage == piped.line.stages[-1]:
             own = piped.rank(group, cell.stage.column, place)
-            return [(rank, PREDICTION) for rank in range(piped.num_ranks) if rank != own]
+            return [(rank, PREDICTION) for rank in range(piped.num_ranks + piped.watching) if rank != own]
         return [(piped.rank(group, column, place), kind) for column, kind in readers_of(piped.line, cell, name)]
