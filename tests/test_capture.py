@@ -509,6 +509,7 @@ def written_from_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
         lambda s, h, y: sum((s.a(h) * time for time in (0.5 * torch.ones(3)).numpy()), h),
         lambda s, h, y: s.a(h) if torch.tensor([1.0, 2.0]).sum() > 1 else h,
         lambda s, h, y: h * s.scale.max().item() * int(s.table.sum()),
+        lambda s, h, y: torch.cat(h.split(torch.full((1,), len(h)).tolist())),
         lambda s, h, y: s.drop(h) if torch.rand(1) > 0.0 else h,
         lambda s, h, y: s.drop(h) if torch.rand(1) < 0.0 else h,
         written,

@@ -311,6 +311,24 @@ def test_what_constants_make_is_computed_in_every_call_and_not_kept(kept: Any, b
     assert type(model(torch.ones(2, 4))) is Tensor
 
 
+class Installed(nn.Module):
+    """As diffusers' NucleusMoEEmbedRope: a table by its size, kept by its class."""
+
+    __module__ = "torch.nn.modules.linear"
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def table(self, size: int) -> Tensor:
+        return torch.arange(size).cos()
+
+
+def test_tables_of_a_trace_that_classes_of_libraries_keep_go_with_it() -> None:
+    inside = Installed()
+    model = Keeper(inside, lambda s, h: h * s.kept.table(h.shape[-1]))
+    captured(model)
+    assert Installed.table.cache_info().currsize == 0
+    assert torch.equal(inside.table(4), torch.arange(4).cos())
+
+
 def test_a_table_that_forward_makes_equal_to_itself_is_no_other() -> None:
     model = Keeper(torch.ones(4), lambda s, h: setattr(s, "kept", s.kept * 1.0) or h * s.kept)
     captured(model)

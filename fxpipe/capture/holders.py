@@ -4,6 +4,7 @@ it. Own is what no installed package has made."""
 
 import functools
 import os
+import sys
 import types
 from collections import deque
 from dataclasses import dataclass
@@ -211,17 +212,26 @@ class _Walk:
             self.kind(owner, type(value))
 
     def kind(self, owner: str, kind: type) -> None:
-        """Attributes of own classes, and what their code names."""
+        """Attributes of own classes, and what their code names; of installed ones, caches alone."""
         for one in kind.__mro__:
-            if one not in self._seen and not is_installed(one.__module__):
-                self._seen.add(one)
+            if one in self._seen:
+                continue
+            self._seen.add(one)
+            if not is_installed(one.__module__):
                 self._add(Holder(owner, one.__name__, one, of_attributes=True), DEPTH)
+                continue
+            beside = vars(sys.modules[one.__module__]) if one.__module__ in sys.modules else {}
+            for value in (*vars(one).values(), *beside.values()):
+                self._cache(getattr(value, "__func__", value) if isinstance(value, staticmethod) else value)
+
+    def _cache(self, value: Any) -> None:
+        if isinstance(value, functools._lru_cache_wrapper) and all(value is not one for one in self.caches):
+            self.caches.append(value)
 
     def _code(self, owner: str, value: Any) -> None:
         """The globals that own code names, and what is in its closures."""
         value = private.uncompiled(value)
-        if isinstance(value, functools._lru_cache_wrapper) and all(value is not one for one in self.caches):
-            self.caches.append(value)
+        self._cache(value)
         if isinstance(value, _WRAPPERS):
             for name in ("func", "__func__", "__wrapped__", "fget"):
                 self._code(owner, getattr(value, name, None))

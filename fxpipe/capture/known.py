@@ -9,9 +9,11 @@ input of a denoiser: mask     mask.sum(1).tolist()        its value, which the g
                                                           each other, else by number, as of repeat_interleave(mask)
                               if t > 500, float(t)        likewise; refused: numbers of what changes from step to step
                               x[mask] = token             no number: where(mask, token, x)
+full([3], batch * 2)          n.tolist()                the size that it is filled with, three times
 uniform = rand(1)             if uniform > 0.0            True: no draw decides it, as with a dropout of nothing
 """
 
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxpipe.capture import private
 from fxpipe.capture.calls import Table
@@ -27,6 +29,7 @@ from fxpipe.capture.evaluation import evaluated
 from fxpipe.capture.guards import Guard, run_of
 from fxpipe.capture.holders import holders_of
 from fxpipe.capture.inputs import is_time
+from fxpipe.capture.sizes import is_symbolic
 from fxpipe.capture.surroundings import no_autocast
 from fxpipe.errors import ValuesError
 
@@ -170,7 +173,20 @@ def _name_of(held: NumbersRead, tensor: torch.Tensor) -> str:
     return f"tensor {len(held.read)}"
 
 
+def _size_in(tensor: torch.Tensor) -> Any:
+    """The free size that a tensor is filled with; None where it is another one."""
+    node = private.traced_node(tensor)
+    while node is not None and (node.target is operator.getitem or private.packet_name(node.target) in _ENTRIES):
+        node = node.args[0]  # type: ignore[assignment]
+    if node is None or private.packet_name(node.target) not in ("full", "scalar_tensor") or tensor.is_floating_point():
+        return None
+    size = node.args[-1].meta["val"] if isinstance(node.args[-1], fx.Node) else None
+    return size if is_symbolic(size) and not private.writers(node) else None
+
+
 def _read(func: Any, tensor: torch.Tensor, *args: Any) -> Any:
+    if func is torch.Tensor.item and (size := _size_in(tensor)) is not None:
+        return size
     held = _held.get()
     by_python = func is torch.Tensor.__int__ and held is not None and bool(held.sizes)  # which wants a number
     are_sizes = func in _SIZES and not by_python and tensor.dtype in (torch.int32, torch.int64)
@@ -318,6 +334,7 @@ def _taken(func: Any, tensor: torch.Tensor, index: Any, *values: Any) -> Any:
     return func(tensor, tuple(found), *values)
 
 
+_ENTRIES = ("unbind", "select")  # as `tolist` asks for them
 _SIZES = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__int__)
 KNOWN: Table = {
     **dict.fromkeys(
