@@ -293,6 +293,21 @@ def test_what_every_patch_predicts_whole_is_of_this_step() -> None:
     assert [message.kind for message in programs.messages_of["last"]] == ["gather"] * 6
 
 
+@pytest.mark.parametrize("advance", [False, True])
+def test_halos_that_reach_over_a_patch_are_in_their_order(advance: bool) -> None:
+    """The rows of patches that are further away arrive first: their bucket has fewer members, and leaves earlier."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, padding=4, dilation=4), nn.Upsample(scale_factor=2),
+        nn.Conv2d(4, 3, 3, padding=1),
+    ).double()  # fmt: skip
+    x = torch.randn(1, 3, 12, 5, dtype=torch.float64)
+    programs = row_programs(model, {"input": x}, 6, sample={"input": 2}, mode="displaced", advance=advance)
+    run, forms = LocalRun(6), ("fresh", "displaced", "displaced", "last")
+    for found in sampled(run, programs.bound(), programs, [{"input": x}] * 4, forms):
+        assert error(found, model(x).detach()) <= 1e-10
+
+
 def test_one_patch_is_one_device() -> None:
     programs, steps = compiled(UNET).cut(1), moving(UNET)
     for inputs, found in zip(steps, sampled(LocalRun(1), programs.bound(), programs, steps), strict=True):

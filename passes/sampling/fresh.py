@@ -239,7 +239,7 @@ class FormWriter:
 
         def finish() -> fx.Node:
             come, sizes = received(), halo_of(node, self.patch, self.patches)
-            up, down = ([src for src in come if (src < mine) == before] for before in (True, False))
+            up, down = ([src for src in sorted(come) if (src < mine) == before] for before in (True, False))
             above_it = above - sum(sizes[src][1] for src in up)
             below_it = end if last else below - sum(sizes[src][1] for src in down)
             parts = [come[src] for src in up], [come[src] for src in down]
