@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+import fxpipe
 from cost_models.devices import device
 from fxpipe.sampling.case import SampleCase
 from passes.sampling.alike import alike
@@ -47,6 +48,16 @@ def test_work_is_that_of_a_patch_of_its_own(name: str) -> None:
             found = alike(plan, patch, shared)
             assert found is not None
             assert told(found.work(patch.stop - patch.first, tellers, line._seconds)) == told(written)
+
+
+@pytest.mark.parametrize("bounds", [(0, 6, 8), (0, 1, 8), (0, 1, 2, 8)])
+def test_a_patch_that_reads_over_both_borders_has_its_own_graph(bounds: tuple[int, ...]) -> None:
+    model, example = nn.Conv2d(3, 2, 7, padding=3).double(), {"input": noise(1, 3, 8, 4)}
+    given: dict[str, Any] = {"example": example, "sample": {"input": 2}, "cfg": 1, "patches": [*bounds]}
+    made = fxpipe.compile_sampler(model, len(bounds) - 1, **given)
+    assert made.verify().ok
+    assert made.plan.expects is not None
+    assert made.plan.expects.seconds == pytest.approx(made.simulate(50).makespan_seconds, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["U-Net", "DiT"])

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar, TypeVarTuple
@@ -248,7 +249,8 @@ class SampleCase:
             beside = [patches] * count if not in_turn else _of_turn(plan, patches, index % turns, turns)
             others = self.found_once(("alike", where), lambda: self._alike(where, plan, patch, shared))
             if others is not None:
-                return others.work(patch.stop - patch.first, beside, self._seconds)
+                with suppress(ArithmeticError):  # then it has its own graph, too
+                    return others.work(patch.stop - patch.first, beside, self._seconds)
             return patch_work(plan, patch, beside, shared, self._seconds)
 
         found = self.found_once(key, read)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from fxpipe.plan import row_ops
 from passes.rows import RowPlan
 from passes.rows.how import Window
 from passes.rows.sized import plain_like
@@ -78,7 +79,10 @@ class Alike:
     _works: dict[object, PatchWork] = field(default_factory=dict)
 
     def work(self, units: int, tellers: Tellers, seconds_of: SecondsOf) -> PatchWork:
-        """Of a patch of so many units; patches that tell the same, too, have one."""
+        """Of a patch of so many units; patches that tell the same, too, have one.
+
+        Raises ArithmeticError of so many that it reads over both borders of the image.
+        """
         if units not in self._made:
             self._made[units] = self._at(units, seconds_of)
         made, known, firsts = self._made[units], dict[object, Sent](), self.form.firsts
@@ -105,6 +109,10 @@ class Alike:
             arguments = line.at((one.args, dict(one.kwargs)), (two.args, dict(two.kwargs)), operand)
             made[name] = graph.create_node("call_function", one.target, *arguments)
             made[name].meta.update(one.meta, val=line.at(one.meta["val"], two.meta["val"]))
+            if one.target is row_ops.cut_rows and any(
+                start + length > each for *_, each, start, length in arguments[0][2]
+            ):
+                raise ArithmeticError(f"{name} of {units} units has less around it than it reads")
         found, firsts = seconds_of(graph), self.form.firsts
         of_firsts = {name: (value_bytes(node), found.get(node, 0.0)) for name, node in made.items()}
         of_given = {node: value_bytes(self.plan.sized.nodes[node.name]) for node in self.form.given}
