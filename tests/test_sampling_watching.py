@@ -15,7 +15,7 @@ from fxpipe.sampling.choosing import ranked
 from fxpipe.sampling.planning import chosen, planned
 from tests.denoisers import noise
 from tests.distributed import run_processes
-from tests.test_sample_planner import MODELS, STEPS, asked, compiled, model
+from tests.test_sample_planner import DEVICE, MODELS, STEPS, asked, compiled, model
 from tests.test_sampling_piped import equal
 
 
@@ -56,6 +56,16 @@ def test_it_is_sent_the_prediction() -> None:
     assert made.plan.watching == 1
     assert made.plan.expects is not None
     assert made.plan.expects.wire_bytes == prediction > 0
+
+
+@pytest.mark.parametrize(("world_size", "speeds"), [(3, ""), (4, "*1,1,1,0.05")])
+def test_what_is_shown_over_a_slow_wire_is_in_the_estimate(world_size: int, speeds: str) -> None:
+    """The prediction is told to the other group, and to who watches, which ends last."""
+    cluster = Cluster.parse(f"{world_size}x1xA100+Ethernet-1{speeds}")
+    made = compiled("DiT", world_size, cluster=cluster, cost_model=replace(DEVICE, peak_flops=1e10))
+    assert made.plan.watching > 0
+    assert made.plan.expects is not None
+    assert made.plan.expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.05)
 
 
 def test_equal_devices_all_work() -> None:

@@ -65,7 +65,7 @@ def estimated(case: SampleCase, made: Choices, cluster: Cluster, steps: int, spe
         received = max(received, *of_others)
     fullest = max(known.values(), key=lambda one: one.held_bytes)
     weights, held = fullest.weight_bytes, fullest.held_bytes
-    return Estimate(seconds, received, held, fresh, weights, held - weights)
+    return Estimate(layout.watched(seconds, steps), received, held, fresh, weights, held - weights)
 
 
 def _with_others(ends: Sequence[float], shown: Sequence[float]) -> list[float]:

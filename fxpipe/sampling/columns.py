@@ -167,7 +167,7 @@ class Columns(Layout):
         (exact,) = self.ends(1, fresh=True)
         if not self.in_turn:
             exact += self._joined()
-            return self._estimate(first + steps * exact, self._received(True), exact)
+            return self._estimate(self.watched(first + steps * exact, steps), self._received(True), exact)
         warm = min(self.made.how.warmup, steps)
         ends = self.ends(_STEPS, fresh=False)
         left = steps - warm

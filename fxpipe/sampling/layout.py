@@ -57,6 +57,13 @@ class Layout:
         corrected = self.own(displaced_ops.corrected_moments, parts, parts[:num_fresh], fresh, counts)
         return corrected - self.own(row_ops.merge_moments, parts, counts)
 
+    def watched(self, seconds: float, steps: int) -> float:
+        """Of a call of so many seconds, until those that watch have the last prediction."""
+        if not self.made.watching:
+            return seconds
+        shown = self.links.to_watching(self.result_bytes(self.case.num_samples), self.made.watching)
+        return max(seconds, seconds / steps + (steps - 1) * shown.seconds) + shown.until_there
+
     def inputs_bytes(self) -> int:
         """Of the whole call; those that tell whether conditions have changed are there twice."""
         likes, of_call = self.case.likes, self.case.of_call

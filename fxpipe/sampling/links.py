@@ -78,6 +78,11 @@ class Links:
         ranks = range(self.grid.of_copy + watching)
         return self._at_once((src, dst, num_bytes) for src in sources for dst in ranks if src != dst)
 
+    def to_watching(self, num_bytes: int, watching: int) -> Busy:
+        """A whole prediction from the first rank to those that watch."""
+        first = self.grid.world_size
+        return self._busy(tuple((0, dst, num_bytes) for dst in range(first, first + watching)))
+
     def to_columns(self, column: int, num_bytes: int) -> Busy:
         """A prediction from every patch of a column to those of all others."""
         groups, patches, others = range(self.grid.groups), range(self.grid.patches), range(self.grid.stages)
@@ -112,7 +117,9 @@ class Links:
 
     def _at_once(self, transfers: Iterable[Transfer]) -> Busy:
         firsts = range(0, self.grid.world_size, self.grid.of_copy)
-        sent = tuple((at + a, at + b, size) for a, b, size in transfers if size for at in firsts)
+        return self._busy(tuple((at + a, at + b, size) for a, b, size in transfers if size for at in firsts))
+
+    def _busy(self, sent: tuple[Transfer, ...]) -> Busy:
         if sent not in self._known:
             latency = max((route(self.cluster, a, b)[0].latency_seconds for a, b, _ in sent), default=0.0)
             seconds = max(self.cluster.concurrent_seconds(sent), default=latency) - latency
