@@ -878,6 +878,19 @@ def test_groups_of_samples_that_read_each_other_are_refused(how: Call) -> None:
         fxpipe.compile_sampler(Perturbed(), groups, example={"x": x}, sample={"x": 2}, **how)
 
 
+class Apart(Taking):
+    """Samples come as a list."""
+
+    def forward(self, x: list[Tensor]) -> Tensor:
+        return torch.stack([self.conv(one[None])[0] for one in x])
+
+
+def test_groups_of_samples_in_a_list_are_refused() -> None:
+    x = [noise(2, 9, 5), noise(2, 9, 5, seed=1)]
+    with pytest.raises(CompileError, match="2 groups of samples, .* use cfg=1. .*: x is a list of tensors, and where"):
+        fxpipe.compile_sampler(Apart(), 2, example={"x": x}, sample={"x.0": 1, "x.1": 1}, cfg=2)
+
+
 class Framed(Taking):
     """Reads a text for every frame of every sample, and numbers that are no sample's."""
 

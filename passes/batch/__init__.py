@@ -186,7 +186,11 @@ def require_independent(capture: Capture) -> None:
         CompileError: an operation mixes samples, or the batch is no first dimension of the result; names its module.
     """
     if not capture.batch:
-        raise CompileError(f"samples cannot be computed apart: {'; '.join(capture.notes) or 'there is one'}")
+        places = (name.rpartition(".") for name in capture.inputs.tensor_names)
+        lists = dict.fromkeys(of for of, _, place in places if place.isdigit())
+        listed = [f"{of} is a list of tensors, and where these are samples, a graph has them all" for of in lists]
+        why = "; ".join((*listed[:1], *capture.notes))
+        raise CompileError(f"samples cannot be computed apart: {why or 'there is one'}")
     follow = Follow(capture)
     try:
         follow.run()
