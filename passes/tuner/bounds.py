@@ -8,13 +8,12 @@ frozen       what is idle, and the next batch's frozen work in it
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from fxpipe.cluster.network import Port
 from fxpipe.plan.actions import Action
 from fxpipe.plan.execution import ActionTimes
-from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
 from fxpipe.simulate.collectives import ring_ports
 from passes.case import Case
@@ -48,6 +47,7 @@ def compute_seconds(case: Case, found: Shape, microbatches: int, ahead: bool, ag
         ramped = chain / (1 - (1 - 1 / of_pipeline) ** found.places)
     backward = times.input_gradient_seconds if splits else times.backward_seconds  # W is on nobody's way
     way = max(_chains(work.grad_edges, backward, _chains(work.edges, times.forward_seconds)))
+    way += max(0.0, again_seconds - (sum(times.forward_seconds) + sum(backward) - way))
     return max(ramped, load + frozen, way)
 
 
@@ -75,46 +75,6 @@ def _frozen_seconds(case: Case, found: Shape, microbatches: int, ahead: bool) ->
         samples = -(-case.batch_size // len(found.pipelines))
         frozen = min(frozen, sum(map(sum, case.frozen.seconds_at(samples))))
     return frozen / found.places
-
-
-def _least_again(freed: Mapping[int, float], seconds: Sequence[float], over: float) -> float:
-    """Seconds of the forwards of blocks that free so many bytes, were they divisible and in runs that nothing comes
-    into."""
-    total = 0.0
-    for block in sorted((b for b, size in freed.items() if size > 0), key=lambda b: seconds[b] / freed[b]):
-        if over <= 0:
-            break
-        total += seconds[block] * min(1.0, over / freed[block])
-        over -= freed[block]
-    return total
-
-
-def recomputed_seconds(
-    case: Case,
-    found: Shape,
-    staged: Staged,
-    schedule: Schedule,
-    needed: Sequence[int],
-    limit_bytes: int,
-    ahead: bool,
-) -> float:
-    """Of the rank with most to train, or with frozen work of all that have some, if blocks are computed again so that
-    each fits.
-
-    Args:
-        needed: by every rank, as it is.
-    """
-    num_samples = case.batch_size // schedule.num_microbatches
-    seconds, forward = ActionSeconds(case, staged), case.costs.at(num_samples).forward_seconds
-    saved, busy = case.costs.saved_bytes(num_samples), list[float]()
-    for actions, size in zip(schedule.ranks, needed, strict=True):
-        flying, times = in_flight([actions]), Counter(action.stage for action in actions if action.kind == "F")
-        freed = {block: flying[stage] * saved[block] for stage in times for block in staged.blocks(stage)}
-        own = sum(n * seconds.of(Action(stage, kind, 0), num_samples) for stage, n in times.items() for kind in "FB")
-        again = _least_again(freed, forward, size - limit_bytes)
-        if times:
-            busy.append(own + min(times.values()) * again)
-    return max([*busy, sum(busy) / len(busy) + _frozen_seconds(case, found, schedule.num_microbatches, ahead)])
 
 
 def in_flight(ranks: Iterable[Sequence[Action]]) -> Counter[int]:

@@ -15,7 +15,6 @@ from fxpipe.plan.staged import Run, Staged, runs_within, whole_stages
 from fxpipe.simulate.op_lists import StepOps
 from passes.case import Case
 from passes.placement.frozen_ranks import frozen_ranks
-from passes.tuner.bounds import recomputed_seconds
 from passes.tuner.candidates import Candidate
 from passes.tuner.recompute import ROUGH, Ordered, fitting_runs
 from passes.tuner.recut import cut_by_memory
@@ -121,28 +120,20 @@ def _every_block(case: Case) -> tuple[Run, ...]:
 # -- recomputation
 
 
-def recomputed_bound(case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int) -> float:
-    """No step of these stages is shorter in which blocks are recomputed so that it fits."""
-    schedule, needed = totals(peaks)(staged)
-    return recomputed_seconds(case, candidate.shape, staged, schedule, needed, limit_bytes, candidate.ahead)
+def cut_for_recomputed(
+    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int
+) -> Iterator[Staged]:
+    """Other stages, cut for room where every block is recomputed."""
+    every = replace(staged, recompute=_every_block(case))
+    anew = cut_by_memory(case, candidate, every, totals(peaks), limit_bytes)
+    if anew is not None and anew.boundaries != staged.boundaries:
+        yield replace(anew, recompute=runs_within(staged.recompute, anew.boundaries))
 
 
 def recomputed_stages(
     case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int
 ) -> Iterator[Staged]:
-    """With the cheapest blocks recomputed that leave enough room, roughly, and as a whole where there is room, too; if
-    no blocks leave enough, those of stages that are cut anew for it."""
-    found = [*_recomputed(case, candidate, staged, peaks, limit_bytes)]
-    if not found:
-        every = replace(staged, recompute=_every_block(case))
-        anew = cut_by_memory(case, candidate, every, totals(peaks), limit_bytes)
-        if anew is not None:
-            anew = replace(anew, recompute=runs_within(staged.recompute, anew.boundaries))
-            found = [*_recomputed(case, candidate, anew, peaks, limit_bytes)]
-    yield from found
-
-
-def _recomputed(case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int) -> Iterator[Staged]:
+    """With the cheapest blocks recomputed that leave enough room, roughly, and as a whole where there is room, too."""
     num_samples = microbatch_sizes(case.batch_size, candidate.microbatches)[0]
     found = fitting_runs(case, staged, num_samples, totals(peaks), limit_bytes, ROUGH)
     if found is not None:

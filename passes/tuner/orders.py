@@ -7,6 +7,7 @@ stages, times, transfers, memory    ->    one pipeline's schedule, and a bound o
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 
 from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.execution import ActionTimes
@@ -56,10 +57,13 @@ class Orders:
         """The named order of one of equal pipelines."""
         return named_schedule(self.staged.schedule, self._problem)
 
-    def alone(self, of_one: Schedule) -> ActionTimes:
-        """When the actions of a pipeline take place that has all links for itself, with its fewest samples."""
+    def alone(self, of_one: Schedule, again_seconds: Sequence[float] = ()) -> ActionTimes:
+        """When the actions of a pipeline take place that has all links for itself, with its fewest samples; where so
+        many seconds of every stage's forward are computed again."""
         least = self._sizes[-1]
         seconds = {kind: of for kind, of in self._seconds_of(least).items() if kind in self._problem.seconds}
+        for kind in seconds.keys() & {"B", "I"} if again_seconds else ():
+            seconds[kind] = tuple(map(add, seconds[kind], again_seconds))
         return replace(self._problem, seconds=seconds, lag=Lags(self.case, self.staged, least, alone=True)).simulate(
             of_one
         )

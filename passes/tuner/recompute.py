@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from fxpipe.plan.actions import Action
 from fxpipe.plan.schedule import Schedule
@@ -67,8 +67,8 @@ def fitting_runs(
             most = max(needed[rank] for rank in place.ranks)
             if most <= limit_bytes and runs[number] == always[number]:
                 continue
-            beside = most - place.num_bytes(runs[number])
-            found = _known_cheapest(place, limit_bytes - beside, always[number], effort)
+            budget = limit_bytes - most + place.num_bytes(runs[number])
+            found = _known_cheapest(place, budget, always[number], effort)
             if found is None:
                 return best
             runs[number] = found
@@ -79,6 +79,32 @@ def fitting_runs(
         if max(needed) <= limit_bytes and (best is None or _seconds(case, tried) < _seconds(case, best)):
             best = tried
     return best
+
+
+def least_again(
+    case: Case, staged: Staged, sizes: Sequence[int], ordered: Ordered, limit_bytes: int
+) -> Sequence[float] | None:
+    """Of every stage seconds of a micro-batch's forward that are computed again, beside those that are now, if all is
+    to fit; on no rank do runs take less in all. None where none fit.
+
+    Args:
+        sizes: samples of micro-batches, the largest first; seconds are of the smallest.
+    """
+    schedule, needed = ordered(staged)
+    seconds, found = case.costs.at(sizes[-1]).forward_seconds, [0.0] * staged.num_stages
+    for place in places(case, staged, schedule, sizes[0]):
+        now = tuple(run for run in staged.recompute if place.has(run))
+        most = max(needed[rank] for rank in place.ranks)
+        if most > limit_bytes:
+            program = relaxed(replace(place, ranks=()), now)
+            if not program.is_solved(limit_bytes - most + place.num_bytes(now)):
+                return None
+            shares = program.shares
+            for block in (block for run in now for block in range(*run)):
+                shares[block] -= 1
+            for stage in range(staged.num_stages):
+                found[stage] += sum(seconds[block] * shares.get(block, 0.0) for block in staged.blocks(stage))
+    return found
 
 
 def _seconds(case: Case, staged: Staged) -> float:
@@ -112,6 +138,9 @@ class Place:
     def has(self, run: Run) -> bool:
         """Whether a run of blocks is in one of its stages."""
         return any(run[0] in of_stage for of_stage in self.blocks)
+
+    def forward_seconds(self, runs: Sequence[Run]) -> float:
+        return sum(self.seconds[block] for run in runs for block in range(*run))
 
     def num_bytes(self, runs: Sequence[Run]) -> int:
         """The most on a rank: what is saved, and what the largest of the runs makes anew."""
@@ -195,104 +224,163 @@ def _held(case: Case, blocks: Sequence[range], sizes: Sequence[int]) -> list[Hel
 
 
 def _known_cheapest(place: Place, budget_bytes: int, always: tuple[Run, ...], effort: float) -> tuple[Run, ...] | None:
-    """The same as `cheapest`, solved once for all budgets from what its answer needs to that it was asked for."""
-    known = _answers(replace(place, ranks=()), always, effort)
-    for needed, asked, runs in known:
-        if needed <= budget_bytes <= asked:
-            return runs
+    """The same as `cheapest`, solved once for all budgets from what its answer needs to that it was asked for; roughly,
+    to such as no runs could use for much."""
+    known, is_rough = _answers(replace(place, ranks=()), always, effort), effort != FINE
+    least = relaxed(replace(place, ranks=()), always).least_seconds(budget_bytes) if is_rough else 0.0
+    for one in known:
+        near = is_rough and one.least_seconds - least <= _GAP * one.seconds
+        if one.num_bytes <= budget_bytes and (near or budget_bytes <= one.budget_bytes):
+            return one.runs
     runs = cheapest(place, budget_bytes, always, effort)
-    known.append((-inf if runs is None else place.num_bytes(runs), budget_bytes, runs))
+    num_bytes, seconds = (-inf, -inf) if runs is None else (place.num_bytes(runs), place.forward_seconds(runs))
+    known.append(_Answer(budget_bytes, least, num_bytes, seconds, runs))
     return runs
 
 
+class _Answer(NamedTuple):
+    """What was found for a budget, which takes `least_seconds`, and what that needs and takes; -inf if it is None."""
+
+    budget_bytes: int
+    least_seconds: float
+    num_bytes: float
+    seconds: float
+    runs: tuple[Run, ...] | None
+
+
 @lru_cache(maxsize=256)
-def _answers(place: Place, always: tuple[Run, ...], effort: float) -> list[tuple[float, int, tuple[Run, ...] | None]]:
-    """Of one problem: bytes that they need, budgets they were asked for, and runs."""
+def _answers(place: Place, always: tuple[Run, ...], effort: float) -> list[_Answer]:
+    """Of one problem; it grows."""
     return []
+
+
+def forget_answers() -> None:
+    """For another search: which budgets were asked for before decides, roughly, what is found."""
+    _answers.cache_clear()
 
 
 def cheapest(
     place: Place, budget_bytes: int, always: Sequence[Run] = (), effort: float = FINE
 ) -> tuple[Run, ...] | None:
     """The runs of a place that take least time and fit, with the blocks of `always`; None where none do."""
-    from ortools.sat.python import cp_model  # 0.2 s, most of it pandas: where memory decides
-
-    model = cp_model.CpModel()
-    blocks = [block for of_stage in place.blocks for block in of_stage]
-    firsts = {of_stage[0] for of_stage in place.blocks}
-    again = {block: model.new_bool_var("") for block in blocks}
-    joined = {block: model.new_bool_var("") for block in blocks if block not in firsts}  # in the run of the one before
-    for block, is_joined in joined.items():
-        model.add_implication(is_joined, again[block])
-        model.add_implication(is_joined, again[block - 1])
-    for block in (block for run in always for block in range(*run) if block in again):
-        model.add(again[block] == 1)
-    saved = [_saved(model, held, again, joined) for held in place.held]
-
-    unit = max(1, sum(held.num_bytes * max(f[held.position] for f in place.flying) for held in place.held) // _PARTS)
-    sizes = [-(-held.num_bytes // unit) for held in place.held]
-    alone = list(saved)
-    for number, held in enumerate(place.held):
-        if held.earlier is not None:
-            alone[number] = model.new_bool_var("")
-            model.add_bool_or(alone[number], ~saved[number], saved[held.earlier])
-    anew = _anew(model, place, sizes, saved, joined)
-    for flying in place.flying:
-        held_bytes = sum(
-            size * flying[h.position] * is_saved for size, h, is_saved in zip(sizes, place.held, alone, strict=True)
-        )
-        model.add(held_bytes + anew <= max(-1, budget_bytes // unit))
-
-    total = sum(place.seconds[block] for block in blocks) or 1.0
-    parts = sum(max(1, round(place.seconds[b] / total * _PARTS)) * is_again for b, is_again in again.items())
-    model.minimize(parts)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.linearization_level = 2  # a knapsack's bounds are those of its relaxation
-    solver.parameters.max_deterministic_time = effort
-    solver.parameters.relative_gap_limit = 0.0 if effort == FINE else _GAP
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None
-    return tuple(_runs([b for b in blocks if solver.value(again[b])], {b for b in joined if solver.value(joined[b])}))
+    program = _Program("SAT", place, always)
+    gap = 0.0 if effort == FINE else _GAP
+    # a knapsack's bounds are those of its relaxation: level 2
+    options = f"linearization_level: 2 max_deterministic_time: {effort} relative_gap_limit: {gap}"
+    return program.runs if program.is_solved(budget_bytes, f"num_workers: 1 {options}") else None
 
 
-def _saved(model: Any, held: Held, again: dict[int, Any], joined: dict[int, Any]) -> Any:
-    """Whether values are saved: unless all that keep them are computed again, and those of their readers that are so
-    are in the run of their maker, as are the blocks between."""
-    if held.maker is not None and held.keepers == (held.maker,) and not held.readers:
-        return ~again[held.maker]
-    saved = model.new_bool_var("")
-    for block in held.keepers:
-        model.add_bool_or(saved, again[block])
-    last = held.maker
-    for block in held.readers:
-        if last is None:
-            model.add_bool_or(saved, ~again[block])
-            continue
-        model.add_bool_or(saved, ~again[block], again[last])
-        for between in range(last + 1, block + 1):
-            model.add_bool_or(saved, ~again[block], joined[between])
-        last = block
-    return saved
+@lru_cache(maxsize=32)
+def relaxed(place: Place, always: tuple[Run, ...]) -> "_Program":
+    """The linear program, solved for one budget after the other."""
+    return _Program("GLOP", place, always)
 
 
-def _anew(model: Any, place: Place, sizes: Sequence[int], saved: Sequence[Any], joined: dict[int, Any]) -> Any:
-    """What the largest run makes anew: sums along runs."""
-    made: dict[int, list[int]] = {}
-    for number, held in enumerate(place.held):
-        if held.keepers and held.maker is not None:
-            made.setdefault(held.maker, []).append(number)
-    most = sum(sizes)
-    largest, sums = model.new_int_var(0, most, ""), {}
-    for of_stage in place.blocks:
-        for block in of_stage:
-            own = sum(sizes[number] * ~saved[number] for number in made.get(block, ()))
-            sums[block] = model.new_int_var(0, most, "")
-            model.add(sums[block] >= own)
-            if block in joined:
-                model.add(sums[block] >= sums[block - 1] + own).only_enforce_if(joined[block])
-            model.add(largest >= sums[block])
-    return largest
+class _Program:
+    """Zeros and ones, for a solver of OR-tools by its name. For one that is linear they may be fractions: some 5 ms,
+    where the whole program takes 100."""
+
+    def __init__(self, solver: str, place: Place, always: Sequence[Run]) -> None:
+        from ortools.linear_solver import pywraplp  # where memory decides
+
+        self.solver: Any = pywraplp.Solver.CreateSolver(solver)
+        self.place = place
+        firsts = {of_stage[0] for of_stage in place.blocks}
+        blocks = [block for of_stage in place.blocks for block in of_stage]
+        self.again = {block: self.solver.BoolVar("") for block in blocks}
+        self.joined = {b: self.solver.BoolVar("") for b in blocks if b not in firsts}  # in the run of the one before
+        for block, is_joined in self.joined.items():
+            self._at_least(0, (1, self.again[block]), (-1, is_joined))
+            self._at_least(0, (1, self.again[block - 1]), (-1, is_joined))
+        for block in (block for run in always for block in range(*run) if block in self.again):
+            self._at_least(1, (1, self.again[block]))
+        self.saved = [self._saved(held) for held in place.held]
+        self.unit = max(1, sum(h.num_bytes * max(f[h.position] for f in place.flying) for h in place.held) // _PARTS)
+        self.limits = self._limits()
+        total, objective = sum(place.seconds[block] for block in blocks) or 1.0, self.solver.Objective()
+        for block, again in self.again.items():
+            objective.SetCoefficient(again, max(1, round(place.seconds[block] / total * _PARTS)))
+
+    def is_solved(self, budget_bytes: int, parameters: str = "") -> bool:
+        """Whether there are runs in so many bytes."""
+        if parameters and not self.solver.SetSolverSpecificParametersAsString(parameters):
+            raise ValueError(parameters)
+        for limit in self.limits:
+            limit.SetUb(max(-1, budget_bytes // self.unit))
+        return self.solver.Solve() in (self.solver.OPTIMAL, self.solver.FEASIBLE)
+
+    def least_seconds(self, budget_bytes: int) -> float:
+        """Of the forwards that are computed again in so many bytes; infinite where none do."""
+        if not self.is_solved(budget_bytes):
+            return inf
+        return sum(self.place.seconds[block] * share for block, share in self.shares.items())
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """How much of every block is computed again."""
+        return {block: again.solution_value() for block, again in self.again.items()}
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        blocks = [block for block, share in self.shares.items() if share > 0.5]
+        return tuple(_runs(blocks, {block for block, joined in self.joined.items() if joined.solution_value() > 0.5}))
+
+    def _at_least(self, number: int, *terms: tuple[int, Any]) -> None:
+        row = self.solver.Constraint(number, self.solver.infinity())
+        for coefficient, variable in terms:
+            row.SetCoefficient(variable, coefficient)
+
+    def _saved(self, held: Held) -> Any:
+        """Whether values are saved: unless all that keep them are computed again, and those of their readers that are
+        so are in the run of their maker, as are the blocks between."""
+        saved, again, last = self.solver.BoolVar(""), self.again, held.maker
+        for block in held.keepers:
+            self._at_least(1, (1, saved), (1, again[block]))
+        for block in held.readers:
+            if last is None:
+                self._at_least(0, (1, saved), (-1, again[block]))
+                continue
+            self._at_least(0, (1, saved), (1, again[last]), (-1, again[block]))
+            for between in range(last + 1, block + 1):
+                self._at_least(0, (1, saved), (1, self.joined[between]), (-1, again[block]))
+            last = block
+        return saved
+
+    def _limits(self) -> list[Any]:
+        """By numbers in flight: what is saved, and what the largest run makes anew."""
+        sizes = [-(-held.num_bytes // self.unit) for held in self.place.held]
+        alone = [*self.saved]
+        for number, held in enumerate(self.place.held):
+            if held.earlier is not None:
+                alone[number] = self.solver.BoolVar("")
+                self._at_least(0, (1, alone[number]), (1, self.saved[held.earlier]), (-1, self.saved[number]))
+        anew, rows = self._anew(sizes), []
+        for numbers in self.place.flying:
+            row = self.solver.Constraint(-self.solver.infinity(), 0)
+            row.SetCoefficient(anew, 1)
+            for size, held, is_saved in zip(sizes, self.place.held, alone, strict=True):
+                row.SetCoefficient(is_saved, size * numbers[held.position])
+            rows.append(row)
+        return rows
+
+    def _anew(self, sizes: Sequence[int]) -> Any:
+        """What the largest run makes anew: sums along runs."""
+        made: dict[int, list[int]] = {}
+        for number, held in enumerate(self.place.held):
+            if held.keepers and held.maker is not None:
+                made.setdefault(held.maker, []).append(number)
+        largest = self.solver.IntVar(0, sum(sizes), "")
+        for of_stage in self.place.blocks:
+            before, most = None, 0
+            for block in of_stage:
+                here, own = self.solver.IntVar(0, sum(sizes), ""), made.get(block, ())
+                total, terms = sum(sizes[n] for n in own), [(1, here), *((sizes[n], self.saved[n]) for n in own)]
+                self._at_least(total, *terms)
+                if before is not None:
+                    self._at_least(total - most, *terms, (-1, before), (-most, self.joined[block]))
+                self._at_least(0, (1, largest), (-1, here))
+                before, most = here, most + total
+        return largest
 
 
 def _runs(blocks: Sequence[int], joined: set[int]) -> Iterator[Run]:

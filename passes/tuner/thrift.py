@@ -1,8 +1,8 @@
 """A placement in less memory: what may be done about a trial that is too large, the ways that take no time first.
 
 too large        ->   frozen weights on some ranks only, stages cut by memory, weights shared out over replicas
-                 ->   what still does not fit, with a bound on what recomputing takes
-of these         ->   blocks recomputed, the cheapest that are enough
+what still is    ->   about the least seconds of a step with blocks recomputed so that it fits
+that             ->   blocks recomputed, the cheapest that are enough; none are: other stages
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from fxpipe.plan.staged import Staged, trains_alike
 from passes.case import Case
-from passes.tuner.bounds import compute_seconds, placed_seconds, reduction_seconds, sums_are_hidden
-from passes.tuner.memory import most, recomputed_bound, recomputed_stages, thriftier_stages
+from passes.tuner.bounds import compute_seconds, ordered_seconds, placed_seconds, reduction_seconds, sums_are_hidden
+from passes.tuner.memory import cut_for_recomputed, most, recomputed_stages, thriftier_stages, totals
+from passes.tuner.recompute import least_again
 from passes.tuner.request import Request
 from passes.tuner.trial import TooLarge, Trial
 from passes.tuner.walks import Walks
@@ -29,12 +30,17 @@ class Thrift:
     def closer(self, trial: Trial) -> Iterator[Trial]:
         """What becomes of a trial that is too large; at first also itself, as one that does not fit."""
         assert trial.too_large is not None
-        unseen = trial.too_large.unseen
-        if trial.too_large.recomputed:
-            found = self._recomputed(trial, unseen)
-        else:
+        too_large, unseen = trial.too_large, trial.too_large.unseen
+        if too_large.ways == "others":
             yield replace(trial, too_large=None)
-            found = self._others(trial, unseen)
+            found = [*self._others(trial, unseen)]
+        else:
+            if too_large.ways == "bound" and (bound := self._recomputed_bound(trial, unseen)) is not None:
+                yield replace(trial, bound_seconds=bound, too_large=replace(too_large, ways="blocks"))
+                return
+            given = self.case, trial.candidate, trial.placed, self.walks.peaks(trial), self._limit(unseen)
+            found = [*recomputed_stages(*given)] if too_large.ways == "blocks" else []
+            found = found or [*cut_for_recomputed(*given)]
         for staged in found:
             yield from self._known(trial, staged, unseen)
 
@@ -84,11 +90,6 @@ class Thrift:
             yield staged
             fits = most(peaks(staged)[1]) <= limit
 
-    def _recomputed(self, trial: Trial, unseen: int) -> Iterator[Staged]:
-        """With blocks recomputed."""
-        limit, peaks = self._limit(unseen), self.walks.peaks(trial)
-        return recomputed_stages(self.case, trial.candidate, trial.placed, peaks, limit)
-
     def _known(self, trial: Trial, staged: Staged, unseen: int) -> Iterator[Trial]:
         """The trial on stages that fit, or of which blocks are to be recomputed."""
         peaks, limit, candidate = self.walks.peaks(trial), self._limit(unseen), trial.candidate
@@ -107,13 +108,24 @@ class Thrift:
             bound = max(least, self._with_recomputed(trial, staged))
             yield Trial(candidate, bound, staged, is_thrifty=True)
         else:
-            bound = max(least, recomputed_bound(self.case, candidate, staged, peaks, limit))
-            yield replace(trial, bound_seconds=bound, staged=staged, too_large=TooLarge(unseen, recomputed=True))
+            yield replace(trial, bound_seconds=least, staged=staged, too_large=TooLarge(unseen, "bound"))
 
-    def _with_recomputed(self, trial: Trial, staged: Staged) -> float:
-        """No step is shorter that computes these blocks again."""
+    def _recomputed_bound(self, trial: Trial, unseen: int) -> float | None:
+        """Seconds of a step with blocks computed again so that it fits, about the least; None where it cannot."""
+        given = totals(self.walks.peaks(trial)), self._limit(unseen)
+        again = least_again(self.case, trial.placed, trial.sizes(self.case), *given)
+        if again is None:
+            return None
+        bound, orders = self._with_recomputed(trial, trial.placed, sum(again)), self.walks.orders(trial)
+        if orders.pipelines:
+            alone = orders.alone(trial.of_one or orders.of_one, again)
+            bound = max(bound, ordered_seconds(self.case, trial.placed, alone))
+        return max(bound, trial.bound_seconds)
+
+    def _with_recomputed(self, trial: Trial, staged: Staged, more_seconds: float = 0.0) -> float:
+        """No step is shorter that computes these blocks again, and so much more of a micro-batch's forward."""
         candidate, seconds = trial.candidate, self.case.costs.at(trial.sizes(self.case)[-1]).forward_seconds
-        again = sum(seconds[block] for run in staged.recompute for block in range(*run))
+        again = sum(seconds[block] for run in staged.recompute for block in range(*run)) + more_seconds
         return compute_seconds(self.case, candidate.shape, candidate.microbatches, candidate.ahead, again)
 
 

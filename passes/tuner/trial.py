@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.schedule import Schedule
@@ -17,11 +18,11 @@ from passes.tuner.simulate import Simulated
 @dataclass(frozen=True, slots=True)
 class TooLarge:
     """What a trial lacks memory for: `unseen` bytes beside those of its training, of messages in flight and frozen
-    work; to be looked for are blocks that are `recomputed`, or all other ways first. Its bound leaves out
-    `saved_seconds`, which are part of steps whose gradients are not scattered."""
+    work; which `ways` are to be looked at next: all others, a bound on what recomputing takes, or blocks for it. Its
+    bound leaves out `saved_seconds`, which are part of steps whose gradients are not scattered."""
 
     unseen: int
-    recomputed: bool = False
+    ways: Literal["others", "bound", "blocks"] = "others"
     saved_seconds: float = 0.0
 
 
