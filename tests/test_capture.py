@@ -520,6 +520,11 @@ def test_numbers_that_are_known_are_read(middle: Middle) -> None:
     exact(Step(middle), batch(), microbatches=2)
 
 
+def test_a_size_that_a_truth_is_filled_with_is_no_number() -> None:
+    with pytest.raises(CaptureError, match="depends on what a tensor holds"):
+        captured(Step(lambda s, h, y: h * torch.full((1,), len(h), dtype=torch.bool).item()), batch())
+
+
 # Refusals
 
 

@@ -320,13 +320,21 @@ class Installed(nn.Module):
     def table(self, size: int) -> Tensor:
         return torch.arange(size).cos()
 
+    @classmethod
+    @functools.lru_cache(maxsize=1)
+    def last_table(cls, size: int) -> Tensor:
+        return torch.arange(size).sin()
+
 
 def test_tables_of_a_trace_that_classes_of_libraries_keep_go_with_it() -> None:
+    """Also where there was one before, and another has no room."""
     inside = Installed()
-    model = Keeper(inside, lambda s, h: h * s.kept.table(h.shape[-1]))
+    inside.last_table(3)
+    model = Keeper(inside, lambda s, h: h * s.kept.table(h.shape[-1]) + s.kept.last_table(h.shape[-1]))
     captured(model)
     assert Installed.table.cache_info().currsize == 0
     assert torch.equal(inside.table(4), torch.arange(4).cos())
+    assert torch.equal(inside.last_table(4), torch.arange(4).sin())
 
 
 def test_a_table_that_forward_makes_equal_to_itself_is_no_other() -> None:

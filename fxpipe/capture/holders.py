@@ -222,7 +222,7 @@ class _Walk:
                 continue
             beside = vars(sys.modules[one.__module__]) if one.__module__ in sys.modules else {}
             for value in (*vars(one).values(), *beside.values()):
-                self._cache(getattr(value, "__func__", value) if isinstance(value, staticmethod) else value)
+                self._cache(value.__func__ if isinstance(value, staticmethod | classmethod) else value)
 
     def _cache(self, value: Any) -> None:
         if isinstance(value, functools._lru_cache_wrapper) and all(value is not one for one in self.caches):

@@ -69,6 +69,7 @@ class NumbersRead:
 
 
 _NUMBERS = (bool, int, float)
+_INTS = (torch.int32, torch.int64)
 Made = Callable[[torch.Tensor], torch.Tensor]
 
 _held: ContextVar[NumbersRead | None] = ContextVar("held", default=None)
@@ -178,7 +179,7 @@ def _size_in(tensor: torch.Tensor) -> Any:
     node = private.traced_node(tensor)
     while node is not None and (node.target is operator.getitem or private.packet_name(node.target) in _ENTRIES):
         node = node.args[0]  # type: ignore[assignment]
-    if node is None or private.packet_name(node.target) not in ("full", "scalar_tensor") or tensor.is_floating_point():
+    if node is None or private.packet_name(node.target) not in ("full", "scalar_tensor") or tensor.dtype not in _INTS:
         return None
     size = node.args[-1].meta["val"] if isinstance(node.args[-1], fx.Node) else None
     return size if is_symbolic(size) and not private.writers(node) else None
@@ -189,7 +190,7 @@ def _read(func: Any, tensor: torch.Tensor, *args: Any) -> Any:
         return size
     held = _held.get()
     by_python = func is torch.Tensor.__int__ and held is not None and bool(held.sizes)  # which wants a number
-    are_sizes = func in _SIZES and not by_python and tensor.dtype in (torch.int32, torch.int64)
+    are_sizes = func in _SIZES and not by_python and tensor.dtype in _INTS
     known = _known(tensor, is_truth=func is torch.Tensor.__bool__, are_sizes=are_sizes)
     if known is None:
         if held is not None:

@@ -57,14 +57,14 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     holders, caches = holders_of(model)
     holders += [Holder(name, "", module._modules, of_attributes=True) for name, module in model.named_modules()]
     before = [holder.entries() for holder in holders]
-    sizes = [cache.cache_info().currsize for cache in caches]
+    infos = [cache.cache_info() for cache in caches]
     try:
         yield
     finally:
         for holder, entries in zip(holders, before, strict=True):
             holder.restore(entries)
-        for cache, size in zip(caches, sizes, strict=True):
-            if cache.cache_info().currsize != size:
+        for cache, info in zip(caches, infos, strict=True):
+            if (cache.cache_info().currsize, cache.cache_info().misses) != (info.currsize, info.misses):
                 cache.cache_clear()
 
 

@@ -87,8 +87,10 @@ def _linspace(func: Any, start: Any, end: Any, steps: Any, **options: Any) -> to
     return torch.where(places < torch.sym_max(steps // 2, 1), upwards, downwards).to(kind)
 
 
-def _each(func: Any, tensors: Sequence[torch.Tensor], *args: Any, **options: Any) -> list[torch.Tensor]:
+def _each(func: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
     """A tensor at a time, by its own of what are lists."""
+    tensors, *args = (options.pop("self"), *args) if "self" in options else args  # type: ignore[assignment]
+    args = (*args, *(options.pop(key) for key in ("scalar", "scalars", "other") if key in options))
     name = func.__name__.removeprefix("_foreach_").replace("maximum", "clamp_min").replace("minimum", "clamp_max")
     if name.startswith("addc") and len(args) > 2:
         *args, options["value"] = args  # type: ignore[assignment]
@@ -99,7 +101,7 @@ def _each(func: Any, tensors: Sequence[torch.Tensor], *args: Any, **options: Any
             tensors[place], *values[: len(args)], **dict(zip(options, values[len(args) :], strict=True))
         )
 
-    return [own(place) for place in range(len(tensors))]
+    return tuple([own(place) for place in range(len(tensors))])
 
 
 _FOREACH = {name for name in dir(torch) if name.startswith("_foreach_")} - {"_foreach_pow", "_foreach_powsum"}

@@ -131,11 +131,12 @@ def cut_for_recomputed(
 
 
 def recomputed_stages(
-    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int
+    case: Case, candidate: Candidate, staged: Staged, peaks: Peaks, limit_bytes: int, by_blocks: bool
 ) -> Iterator[Staged]:
-    """With the cheapest blocks recomputed that leave enough room, roughly, and as a whole where there is room, too."""
+    """With the cheapest blocks recomputed that leave enough room, roughly, if there may be such (`by_blocks`), and as a
+    whole where there is room, too."""
     num_samples = microbatch_sizes(case.batch_size, candidate.microbatches)[0]
-    found = fitting_runs(case, staged, num_samples, totals(peaks), limit_bytes, ROUGH)
+    found = fitting_runs(case, staged, num_samples, totals(peaks), limit_bytes, ROUGH) if by_blocks else None
     if found is not None:
         yield found
     whole = replace(staged, recompute=whole_stages(staged.boundaries))

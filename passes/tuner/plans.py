@@ -26,7 +26,7 @@ from passes.step_ops import step_ops
 from passes.tuner.candidates import Candidate, candidates
 from passes.tuner.finals import EARLY, refined, scattered, searched, settled, shifted
 from passes.tuner.orders import Orders
-from passes.tuner.recompute import fitting_runs, forget_answers
+from passes.tuner.recompute import fitting_runs
 from passes.tuner.request import Request
 from passes.tuner.search import Found, NothingFits, search
 from passes.tuner.simulate import Simulated, simulate
@@ -82,7 +82,6 @@ def usable_bytes(device_bytes: int) -> int:
 @held_collector()
 def tuned(case: Case, request: Request) -> Found:
     """All ways to use the ranks that were looked at, the best first."""
-    forget_answers()
     trials = Trials(case, request)
     found = refined(trials, search(trials, candidates(case, request)))
     if request.is_open:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from fxpipe.plan.actions import Action
 from fxpipe.plan.schedule import Schedule
@@ -96,10 +96,9 @@ def least_again(
         now = tuple(run for run in staged.recompute if place.has(run))
         most = max(needed[rank] for rank in place.ranks)
         if most > limit_bytes:
-            program = relaxed(replace(place, ranks=()), now)
-            if not program.is_solved(limit_bytes - most + place.num_bytes(now)):
+            shares = least_shares(place, limit_bytes - most + place.num_bytes(now), now)
+            if shares is None:
                 return None
-            shares = program.shares
             for block in (block for run in now for block in range(*run)):
                 shares[block] -= 1
             for stage in range(staged.num_stages):
@@ -224,39 +223,20 @@ def _held(case: Case, blocks: Sequence[range], sizes: Sequence[int]) -> list[Hel
 
 
 def _known_cheapest(place: Place, budget_bytes: int, always: tuple[Run, ...], effort: float) -> tuple[Run, ...] | None:
-    """The same as `cheapest`, solved once for all budgets from what its answer needs to that it was asked for; roughly,
-    to such as no runs could use for much."""
-    known, is_rough = _answers(replace(place, ranks=()), always, effort), effort != FINE
-    least = relaxed(replace(place, ranks=()), always).least_seconds(budget_bytes) if is_rough else 0.0
-    for one in known:
-        near = is_rough and one.least_seconds - least <= _GAP * one.seconds
-        if one.num_bytes <= budget_bytes and (near or budget_bytes <= one.budget_bytes):
-            return one.runs
+    """The same as `cheapest`, solved once for all budgets from what its answer needs to that it was asked for."""
+    known = _answers(replace(place, ranks=()), always, effort)
+    for needed, asked, runs in known:
+        if needed <= budget_bytes <= asked:
+            return runs
     runs = cheapest(place, budget_bytes, always, effort)
-    num_bytes, seconds = (-inf, -inf) if runs is None else (place.num_bytes(runs), place.forward_seconds(runs))
-    known.append(_Answer(budget_bytes, least, num_bytes, seconds, runs))
+    known.append((-inf if runs is None else place.num_bytes(runs), budget_bytes, runs))
     return runs
 
 
-class _Answer(NamedTuple):
-    """What was found for a budget, which takes `least_seconds`, and what that needs and takes; -inf if it is None."""
-
-    budget_bytes: int
-    least_seconds: float
-    num_bytes: float
-    seconds: float
-    runs: tuple[Run, ...] | None
-
-
 @lru_cache(maxsize=256)
-def _answers(place: Place, always: tuple[Run, ...], effort: float) -> list[_Answer]:
-    """Of one problem; it grows."""
+def _answers(place: Place, always: tuple[Run, ...], effort: float) -> list[tuple[float, int, tuple[Run, ...] | None]]:
+    """Of one problem: bytes that they need, budgets they were asked for, and runs."""
     return []
-
-
-def forget_answers() -> None:
-    """For another search: which budgets were asked for before decides, roughly, what is found."""
-    _answers.cache_clear()
 
 
 def cheapest(
@@ -270,10 +250,11 @@ def cheapest(
     return program.runs if program.is_solved(budget_bytes, f"num_workers: 1 {options}") else None
 
 
-@lru_cache(maxsize=32)
-def relaxed(place: Place, always: tuple[Run, ...]) -> "_Program":
-    """The linear program, solved for one budget after the other."""
-    return _Program("GLOP", place, always)
+def least_shares(place: Place, budget_bytes: int, always: Sequence[Run] = ()) -> dict[int, float] | None:
+    """How much of every block is computed again in the linear program: in all they take no more time than what
+    `cheapest` finds. None where that finds none."""
+    program = _Program("GLOP", place, always)
+    return program.shares if program.is_solved(budget_bytes) else None
 
 
 class _Program:
@@ -308,12 +289,6 @@ class _Program:
         for limit in self.limits:
             limit.SetUb(max(-1, budget_bytes // self.unit))
         return self.solver.Solve() in (self.solver.OPTIMAL, self.solver.FEASIBLE)
-
-    def least_seconds(self, budget_bytes: int) -> float:
-        """Of the forwards that are computed again in so many bytes; infinite where none do."""
-        if not self.is_solved(budget_bytes):
-            return inf
-        return sum(self.place.seconds[block] * share for block, share in self.shares.items())
 
     @property
     def shares(self) -> dict[int, float]:

@@ -39,7 +39,7 @@ class Thrift:
                 yield replace(trial, bound_seconds=bound, too_large=replace(too_large, ways="blocks"))
                 return
             given = self.case, trial.candidate, trial.placed, self.walks.peaks(trial), self._limit(unseen)
-            found = [*recomputed_stages(*given)] if too_large.ways == "blocks" else []
+            found = [*recomputed_stages(*given, by_blocks=too_large.ways == "blocks")]
             found = found or [*cut_for_recomputed(*given)]
         for staged in found:
             yield from self._known(trial, staged, unseen)
@@ -117,7 +117,7 @@ class Thrift:
         if again is None:
             return None
         bound, orders = self._with_recomputed(trial, trial.placed, sum(again)), self.walks.orders(trial)
-        if orders.pipelines:
+        if orders.pipelines and trial.schedule is None:
             alone = orders.alone(trial.of_one or orders.of_one, again)
             bound = max(bound, ordered_seconds(self.case, trial.placed, alone))
         return max(bound, trial.bound_seconds)
