@@ -75,7 +75,7 @@ def one_by_one(h: Tensor, y: Tensor) -> Tensor:
     torch._foreach_div_(parts, torch._foreach_add(torch._foreach_cos(y.split(4, 1)), 2.0))
     torch._foreach_addcmul_(parts, [*y.split(4, 1)], [*h.split(4, 1)], [0.1, 0.2, 0.3])
     larger = torch._foreach_maximum(self=parts, scalars=[-0.2, -0.1, 0.0])
-    return torch.cat(larger + (y,), 1)  # noqa: RUF005: a tuple, as torch's
+    return torch.cat(larger + (y,), 1)  # noqa: RUF005 (a tuple, as torch's)
 
 
 def viewed_without_gradients(m: nn.Module, h: Tensor, y: Tensor) -> Tensor:
