@@ -243,25 +243,25 @@ def cheapest(
     place: Place, budget_bytes: int, always: Sequence[Run] = (), effort: float = FINE
 ) -> tuple[Run, ...] | None:
     """The runs of a place that take least time and fit, with the blocks of `always`; None where none do."""
-    program = _Program("SAT", place, always)
+    program = _Program("SAT", place, budget_bytes, always)
     gap = 0.0 if effort == FINE else _GAP
     # a knapsack's bounds are those of its relaxation: level 2
     options = f"linearization_level: 2 max_deterministic_time: {effort} relative_gap_limit: {gap}"
-    return program.runs if program.is_solved(budget_bytes, f"num_workers: 1 {options}") else None
+    return program.runs if program.is_solved(f"num_workers: 1 {options}") else None
 
 
 def least_shares(place: Place, budget_bytes: int, always: Sequence[Run] = ()) -> dict[int, float] | None:
     """How much of every block is computed again in the linear program: in all they take no more time than what
     `cheapest` finds. None where that finds none."""
-    program = _Program("GLOP", place, always)
-    return program.shares if program.is_solved(budget_bytes) else None
+    program = _Program("GLOP", place, budget_bytes, always)
+    return program.shares if program.is_solved() else None
 
 
 class _Program:
     """Zeros and ones, for a solver of OR-tools by its name. For one that is linear they may be fractions: some 5 ms,
     where the whole program takes 100."""
 
-    def __init__(self, solver: str, place: Place, always: Sequence[Run]) -> None:
+    def __init__(self, solver: str, place: Place, budget_bytes: int, always: Sequence[Run]) -> None:
         from ortools.linear_solver import pywraplp  # where memory decides
 
         self.solver: Any = pywraplp.Solver.CreateSolver(solver)
@@ -276,18 +276,15 @@ class _Program:
         for block in (block for run in always for block in range(*run) if block in self.again):
             self._at_least(1, (1, self.again[block]))
         self.saved = [self._saved(held) for held in place.held]
-        self.unit = max(1, sum(h.num_bytes * max(f[h.position] for f in place.flying) for h in place.held) // _PARTS)
-        self.limits = self._limits()
+        self._limit(budget_bytes)
         total, objective = sum(place.seconds[block] for block in blocks) or 1.0, self.solver.Objective()
         for block, again in self.again.items():
             objective.SetCoefficient(again, max(1, round(place.seconds[block] / total * _PARTS)))
 
-    def is_solved(self, budget_bytes: int, parameters: str = "") -> bool:
-        """Whether there are runs in so many bytes."""
+    def is_solved(self, parameters: str = "") -> bool:
+        """Whether there are runs that fit."""
         if parameters and not self.solver.SetSolverSpecificParametersAsString(parameters):
             raise ValueError(parameters)
-        for limit in self.limits:
-            limit.SetUb(max(-1, budget_bytes // self.unit))
         return self.solver.Solve() in (self.solver.OPTIMAL, self.solver.FEASIBLE)
 
     @property
@@ -321,22 +318,21 @@ class _Program:
             last = block
         return saved
 
-    def _limits(self) -> list[Any]:
-        """By numbers in flight: what is saved, and what the largest run makes anew."""
-        sizes = [-(-held.num_bytes // self.unit) for held in self.place.held]
-        alone = [*self.saved]
-        for number, held in enumerate(self.place.held):
+    def _limit(self, budget_bytes: int) -> None:
+        """What is saved, and what the largest run makes anew, whatever the numbers in flight."""
+        values, flying = self.place.held, self.place.flying
+        unit = max(1, sum(held.num_bytes * max(f[held.position] for f in flying) for held in values) // _PARTS)
+        sizes, alone = [-(-held.num_bytes // unit) for held in values], [*self.saved]
+        for number, held in enumerate(values):
             if held.earlier is not None:
                 alone[number] = self.solver.BoolVar("")
                 self._at_least(0, (1, alone[number]), (1, self.saved[held.earlier]), (-1, self.saved[number]))
-        anew, rows = self._anew(sizes), []
-        for numbers in self.place.flying:
-            row = self.solver.Constraint(-self.solver.infinity(), 0)
+        anew = self._anew(sizes)
+        for numbers in flying:
+            row = self.solver.Constraint(-self.solver.infinity(), max(-1, budget_bytes // unit))
             row.SetCoefficient(anew, 1)
-            for size, held, is_saved in zip(sizes, self.place.held, alone, strict=True):
+            for size, held, is_saved in zip(sizes, values, alone, strict=True):
                 row.SetCoefficient(is_saved, size * numbers[held.position])
-            rows.append(row)
-        return rows
 
     def _anew(self, sizes: Sequence[int]) -> Any:
         """What the largest run makes anew: sums along runs."""

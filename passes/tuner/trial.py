@@ -28,7 +28,8 @@ class TooLarge:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A candidate as far as it is known: no step of it is shorter than `bound_seconds`.
+    """A candidate as far as it is known: no step of it is shorter than `bound_seconds`, or hardly, where blocks are to
+    be recomputed.
 
     Once it `is_ordered`, its order is the named one or, where there is one, `of_one`, of each of equal pipelines, or
     `schedule`. `simulated` is its step, or its training while the next batch's frozen work is to come, in some `room`;
