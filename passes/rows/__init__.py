@@ -29,7 +29,7 @@ from fxpipe.errors import CompileError
 from passes.operations import operation_name
 from passes.rows.follow import Note, Walk, placed, row_placeholders
 from passes.rows.how import Found, Same
-from passes.rows.layout import NeedRows, Place, Result, RowCall, Slot, Units
+from passes.rows.layout import NeedRows, Place, Result, RowCall, Rows, Slot, Units
 from passes.rows.sized import Sized, at_batch_size, plain_like
 
 
@@ -50,6 +50,12 @@ class RowPlan:
 
     def state(self, node: fx.Node) -> Result:
         return self.states[node.name]
+
+    def rows(self, node: fx.Node) -> Rows:
+        """Of a value that has some."""
+        state = self.state(node)
+        assert isinstance(state, Rows)
+        return state
 
     @cached_property
     def inputs(self) -> Mapping[str, str]:

@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpipe.plan import row_ops
 from fxpipe.plan.sample_plan import Kind
-from passes.operations import bound_arguments, call_arguments
+from passes.operations import bound_arguments
 from passes.rows import RowPlan
 from passes.rows.how import Attended
 from passes.rows.layout import Rows, shape_of
@@ -92,11 +92,9 @@ def _no_heads(plan: RowPlan, a: Mapping[str, Any], patches: Sequence[Patch]) -> 
 
 
 def _no_ring(plan: RowPlan, a: Mapping[str, Any], patches: Sequence[Patch]) -> str | None:
-    state = plan.state(a["key"])
-    assert isinstance(state, Rows)
     if a["attn_mask"] is not None:
         return "it has a mask"
-    if not state.all_rows and all_own(patches):
+    if not plan.rows(a["key"]).all_rows and all_own(patches):
         return "what belongs to no row would be rounded differently by every patch"
     return "its values are wider than its keys" if shape_of(a["key"]) != shape_of(a["value"]) else None
 
@@ -109,9 +107,8 @@ def with_most_heads(node: fx.Node, num_patches: int) -> int:
 
 def by_heads(writer: PatchWriter, node: fx.Node, shared: Shared) -> None:
     """Each patch attends with its heads to all rows."""
-    a, state = bound_arguments(node), writer.plan.state(node)
-    assert isinstance(state, Rows)
-    dim, keys = len(shape_of(node)) - 3, shape_of(a["key"])[-3]
+    a, dim = bound_arguments(node), len(shape_of(node)) - 3
+    keys = shape_of(a["key"])[-3]
     times = shape_of(node)[dim] // keys
     of_keys = even_bounds(keys, len(shared.patches))
     of_queries = tuple(times * bound for bound in of_keys)
@@ -125,22 +122,19 @@ def by_heads(writer: PatchWriter, node: fx.Node, shared: Shared) -> None:
             shape = [*shape_of(mask)[:place], stop - start, *shape_of(mask)[place + 1 :]]
             args = a["attn_mask"], place, start, stop - start
             a["attn_mask"] = writer.add(mask, aten.narrow.default, args, f"of_{node.name}", shape)
-    args, kwargs = call_arguments(node.target, a)
-    made = writer.call(node.target, args, kwargs, f"{node.name}_heads")
     shape = [*shape_of(node)[:dim], stop - start, *shape_of(node)[dim + 1 :]]
-    made.meta = {"path": node.meta.get("path", ""), "val": meta(shape, node.meta["val"].dtype)}
+    made = writer.add(node, node.target, a, "heads", shape)
     rows = writer.emit(node, exchanges.to_rows, (made, dim, of_queries))
-    rows.meta["exchange"] = Exchange(f"{node.name}_heads", "ulysses", node, state)
+    rows.meta["exchange"] = Exchange(f"{node.name}_heads", "ulysses", node, writer.plan.rows(node))
 
 
 def _heads(writer: PatchWriter, value: fx.Node, dim: int, bounds: tuple[int, ...]) -> fx.Node:
     """All rows of this patch's heads, once for all layers that read them."""
     if value not in writer.heads:
-        state, shape, index = writer.plan.state(value), list(shape_of(value)), writer.patch.index
-        assert isinstance(state, Rows)
+        shape, index = list(shape_of(value)), writer.patch.index
         shape[dim] = bounds[index + 1] - bounds[index]
         made = writer.add(value, exchanges.to_heads, (writer.here[value], dim, bounds), "heads", shape)
-        made.meta["exchange"] = Exchange(value.name, "ulysses", value, state)
+        made.meta["exchange"] = Exchange(value.name, "ulysses", value, writer.plan.rows(value))
         writer.heads[value] = made
     return writer.heads[value]
 
@@ -148,8 +142,7 @@ def _heads(writer: PatchWriter, value: fx.Node, dim: int, bounds: tuple[int, ...
 def in_ring(writer: PatchWriter, node: fx.Node, shared: Shared) -> None:
     """Each patch attends with its queries to one chunk of the keys after the other, its own first."""
     a, patches, mine = bound_arguments(node), shared.patches, writer.patch.index
-    state, dtype = writer.plan.state(a["key"]), node.meta["val"].dtype
-    assert isinstance(state, Rows)
+    state, dtype = writer.plan.rows(a["key"]), node.meta["val"].dtype
     query, key, value = (writer.here[a[name]] for name in ("query", "key", "value"))
     wide = torch.promote_types(dtype, torch.float32)
     out, sums = (meta(query.meta["val"].shape, dtype), meta(query.meta["val"].shape[:-1], wide))

@@ -33,6 +33,12 @@ class Exchange:
     state: Rows | None
 
     @property
+    def rows(self) -> Rows:
+        """Of all but a sum."""
+        assert self.state is not None
+        return self.state
+
+    @property
     def key(self) -> tuple[str, str]:
         return self.name, self.kind
 

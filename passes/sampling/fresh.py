@@ -22,7 +22,7 @@ from fxpipe.plan import ops, row_ops
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import Form, SampleProgram
 from passes.rows import RowPlan
-from passes.rows.layout import Rows, shape_of
+from passes.rows.layout import shape_of
 from passes.sampling import exchanges
 from passes.sampling.exchanges import Exchange
 from passes.sampling.messages import halo_of, messages_of
@@ -164,8 +164,7 @@ class FormWriter:
         """Every patch's rows of one's heads."""
         _, dim, bounds = cast(tuple[Any, int, Sequence[int]], node.args)
         exchange: Exchange = node.meta["exchange"]
-        assert exchange.state is not None
-        own = self._rows_of(value, exchange.name, exchange.state)
+        own = self._rows_of(value, exchange)
 
         def heads(of: fx.Node, patch: int, name: str) -> fx.Node:
             args = of, dim, bounds[patch], bounds[patch + 1] - bounds[patch]
@@ -183,11 +182,9 @@ class FormWriter:
     def _to_rows(self, node: fx.Node, value: fx.Node) -> Callable[[], fx.Node]:
         """One's rows of every patch's heads."""
         exchange: Exchange = node.meta["exchange"]
-        state = exchange.state
-        assert state is not None
 
         def rows(patch: Patch) -> fx.Node:
-            args = value, state.dim, patch.stretches(state)
+            args = value, exchange.rows.dim, patch.stretches(exchange.rows)
             return self.call(row_ops.cut_rows, args, f"{exchange.name}_for_{patch.index}")
 
         received = self.swap(exchange, lambda dst: rows(self.patches[dst]))
@@ -200,9 +197,8 @@ class FormWriter:
 
     def gathered(self, node: fx.Node, value: fx.Node) -> Callable[[], fx.Node]:
         exchange: Exchange = node.meta["exchange"]
-        assert exchange.state is not None
         is_first = exchange.kind == "prediction" and self.patch.index == 0
-        own = value if is_first else self._rows_of(value, exchange.name, exchange.state)
+        own = value if is_first else self._rows_of(value, exchange)
         received = self.swap(exchange, lambda dst: own)
         return lambda: self._whole(node, value, own, received())
 
@@ -254,13 +250,13 @@ class FormWriter:
     def counts(self, node: fx.Node) -> list[int]:
         """Entries of every patch in one group of an exchange of moments."""
         exchange: Exchange = node.meta["exchange"]
-        assert exchange.state is not None
-        entries = math.prod(shape_of(exchange.value)) // exchange.state.size(self.patch.count)
+        entries = math.prod(shape_of(exchange.value)) // exchange.rows.size(self.patch.count)
         entries //= math.prod(node.meta["val"].shape[1:])
-        return [entries * patch.size(exchange.state) for patch in self.patches]
+        return [entries * patch.size(exchange.rows) for patch in self.patches]
 
-    def _rows_of(self, value: fx.Node, name: str, state: Rows) -> fx.Node:
+    def _rows_of(self, value: fx.Node, exchange: Exchange) -> fx.Node:
         """What of a value the others do not have: what belongs to rows, where everyone owns the rest."""
+        state = exchange.rows
         if state.all_rows or not self.others_own():
             return value
         at, stretches = 0, []
@@ -269,12 +265,11 @@ class FormWriter:
             if part.kind == "rows":
                 stretches.append((at, 1, size, 0, size))
             at += size
-        return self.call(row_ops.cut_rows, (value, state.dim, stretches), f"{name}_rows")
+        return self.call(row_ops.cut_rows, (value, state.dim, stretches), f"{exchange.name}_rows")
 
     def _whole(self, node: fx.Node, value: fx.Node, own: fx.Node, received: dict[int, fx.Node]) -> fx.Node:
         exchange: Exchange = node.meta["exchange"]
-        state, patches, rows = exchange.state, self.patches, self.ordered(own, received)
-        assert state is not None
+        state, patches, rows = exchange.rows, self.patches, self.ordered(own, received)
         if state.plain is not None:
             return self.call(torch.ops.aten.cat.default, (rows, state.dim), node.name, None, node)
         if exchange.kind == "prediction" or not all_own(patches):

@@ -131,10 +131,9 @@ class LatestWriter(CellWriter):
 
     def gathered(self, node: fx.Node, value: fx.Node) -> Callable[[], fx.Node]:
         exchange: Exchange = node.meta["exchange"]
-        assert exchange.state is not None
         posted, name = self._posted(exchange), self._name(exchange)
         if any(message.edge in self.sent for message in self.messages.get(exchange.key, ())):
-            own = self._rows_of(value, exchange.name, exchange.state)
+            own = self._rows_of(value, exchange)
             for message in self.messages[exchange.key]:
                 self._send(message, own)
         self._put(node, exchange, self.patch, value)
@@ -149,8 +148,7 @@ class LatestWriter(CellWriter):
 
     def _put(self, node: fx.Node, exchange: Exchange, patch: Patch, value: fx.Node) -> None:
         """What is gathered has a patch's entries of now."""
-        name, state = self._name(exchange), exchange.state
-        assert state is not None
+        name, state = self._name(exchange), exchange.rows
         stretches: list[Stretch] = [one for one in patch.stretches(state) if one[-1]]
         args = (self.latest[name], value, state.dim, stretches)
         self.latest[name] = self.call(displaced_ops.put, args, node.name, None, node)

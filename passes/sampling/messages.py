@@ -117,32 +117,28 @@ def halo_of(node: fx.Node, patch: Patch, patches: Sequence[Patch]) -> dict[int, 
     """What a patch reads of others in a halo: (from which of its rows on, how many), by their number."""
     exchange: Exchange = node.meta["exchange"]
     above, below = cast(tuple[int, int], node.args[2:4])
-    assert exchange.state is not None
-    return neighbours(patches, patch, exchange.state, above, below)
+    return neighbours(patches, patch, exchange.rows, above, below)
 
 
 def _rows_told(exchange: Exchange, source: Patch, target: Patch) -> int:
     """Entries of a patch that another one does not have."""
-    assert exchange.state is not None
-    return source.num_rows(exchange.state) if target.owns else source.size(exchange.state)
+    return source.num_rows(exchange.rows) if target.owns else source.size(exchange.rows)
 
 
 def _for_heads(node: fx.Node, source: Patch, target: Patch) -> tuple[int, ...]:
     """Of rows that become heads the target's heads, of heads that become rows its rows."""
     exchange: Exchange = node.meta["exchange"]
     dim, bounds = cast(tuple[int, Sequence[int]], node.args[1:3])
-    assert exchange.state is not None
     if node.target is exchanges.to_heads:
         shape, index = [*_with(exchange, _rows_told(exchange, source, target))], target.index
     else:
-        shape, index = [*_with(exchange, target.size(exchange.state))], source.index
+        shape, index = [*_with(exchange, target.size(exchange.rows))], source.index
     shape[dim] = bounds[index + 1] - bounds[index]
     return tuple(shape)
 
 
 def _with(exchange: Exchange, num_rows: int) -> tuple[int, ...]:
     """The shape of the exchanged value with so many entries in its rows' dimension."""
-    assert exchange.state is not None
     shape = list(shape_of(exchange.value))
-    shape[exchange.state.dim] = num_rows
+    shape[exchange.rows.dim] = num_rows
     return tuple(shape)

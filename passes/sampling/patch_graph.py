@@ -19,7 +19,6 @@ from torch import fx
 
 from fxpipe.errors import CompileError
 from fxpipe.plan import row_ops
-from passes.operations import call_arguments
 from passes.rows import RowPlan
 from passes.rows.how import (
     Attended,
@@ -43,7 +42,7 @@ from passes.sampling import attention, exchanges
 from passes.sampling.attention import Shared
 from passes.sampling.exchanges import Exchange
 from passes.sampling.halos import early_halos
-from passes.sampling.patch_writer import PatchWriter, meta
+from passes.sampling.patch_writer import PatchWriter
 from passes.sampling.patches import Patch
 
 aten = torch.ops.aten
@@ -157,7 +156,7 @@ def _call(writer: PatchWriter, node: fx.Node) -> None:
     if not isinstance(node.target, torch._ops.OpOverload):
         writer.emit(node, node.target, tuple(arguments.values()))
         return
-    _WAYS[type(found.how)](writer, node, found, arguments)
+    _WAYS[type(found.how)](writer, node, found.how, arguments)
 
 
 def _put(arguments: dict[str, Any], slot: Slot, value: fx.Node) -> None:
@@ -168,51 +167,49 @@ def _put(arguments: dict[str, Any], slot: Slot, value: fx.Node) -> None:
         arguments[name] = [*arguments[name][:index], value, *arguments[name][index + 1 :]]
 
 
-def _attended(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
-    writer.emit_call(node, node.target, arguments)
+def _attended(writer: PatchWriter, node: fx.Node, how: Attended, arguments: dict[str, Any]) -> None:
+    writer.emit(node, node.target, arguments)
 
 
-def _same(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
-    assert isinstance(found.how, Same)
-    writer.emit_call(node, node.target, {**arguments, **found.how.changes})
+def _same(writer: PatchWriter, node: fx.Node, how: Same, arguments: dict[str, Any]) -> None:
+    writer.emit(node, node.target, {**arguments, **how.changes})
 
 
-def _shaped(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
-    assert isinstance(found.how, Shaped)
-    first = next(iter(arguments.values()))
-    assert not isinstance(found.state, tuple)
-    writer.emit(node, found.how.target, (first, writer.patch.shape(node, found.state)))
+def _shaped(writer: PatchWriter, node: fx.Node, how: Shaped, arguments: dict[str, Any]) -> None:
+    state = writer.plan.state(node)
+    assert not isinstance(state, tuple)
+    writer.emit(node, how.target, (next(iter(arguments.values())), writer.patch.shape(node, state)))
 
 
-def _window(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
-    how, state = found.how, found.state
-    assert isinstance(how, Window)
-    assert isinstance(state, Rows)
+def _window(writer: PatchWriter, node: fx.Node, how: Window, arguments: dict[str, Any]) -> None:
     name, operand = next(iter(arguments.items()))
     value = node.all_input_nodes[0]
-    rows = writer.plan.state(value)
-    assert isinstance(rows, Rows)
+    rows = writer.plan.rows(value)
     if how.fill == "reflect":
         _require_reflected(writer.patch, node, how, rows)
     if value in writer.more_rows:
         operand = _with_border(writer, node, how, operand, rows)
     elif how.above or how.below or how.end:
         operand = _with_halo(writer, node, how, operand, value, how.fill)
-    call = call_arguments(how.target, {**arguments, name: operand, **how.changes})
-    if not how.skip and not how.target.__name__.startswith("conv_transpose"):
-        writer.emit(node, how.target, *call)
-        return
-    wider = writer.call(how.target, *call, f"{node.name}_wider")
-    wider.meta = {"path": node.meta.get("path", ""), "val": node.meta["val"]}
-    writer.emit(node, aten.narrow.default, (wider, state.dim, how.skip, writer.patch.size(state)))
+    arguments = {**arguments, name: operand, **how.changes}
+    if how.skip or how.target.__name__.startswith("conv_transpose"):
+        _narrowed(writer, node, how.target, arguments, how.skip)
+    else:
+        writer.emit(node, how.target, arguments)
+
+
+def _narrowed(writer: PatchWriter, node: fx.Node, target: Any, arguments: dict[str, Any], start: int) -> None:
+    """The rows from `start` on of a call that has more of them than this patch."""
+    state = writer.plan.rows(node)
+    wider = writer.add(node, target, arguments, "wider")
+    writer.emit(node, aten.narrow.default, (wider, state.dim, start, writer.patch.size(state)))
 
 
 def _with_halo(
     writer: PatchWriter, node: fx.Node, how: Window, operand: fx.Node, value: fx.Node, fill: float | str
 ) -> fx.Node:
     """A captured value, or what it is here, with the rows around it that a window reads: of an input there are all."""
-    rows = writer.plan.state(value)
-    assert isinstance(rows, Rows)
+    rows = writer.plan.rows(value)
     shape = writer.patch.shape(value, rows)
     shape[rows.dim] += _more_rows(writer.patch, how)
     if writer.has_inputs and value.meta.get("kind") == "input":
@@ -260,39 +257,31 @@ def _require_reflected(patch: Patch, node: fx.Node, how: Window, state: Rows) ->
         )
 
 
-def _moments(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
-    assert isinstance(found.how, Moments)
-    assert isinstance(found.state, Rows)
-    operand, groups = arguments["input"], found.how.num_groups
-    shape = (2, shape_of(node)[0], groups)
-    early = writer.early_halos.get(node)
-    wider = operand
-    if early is not None:
-        how = writer.plan.found[early.window.name].how
-        assert isinstance(how, Window)
-        wider = _with_halo(writer, early.window, how, operand, node.all_input_nodes[0], 0.0)
-        writer.more_rows |= dict.fromkeys(early.between, _more_rows(writer.patch, how))
+def _moments(writer: PatchWriter, node: fx.Node, how: Moments, arguments: dict[str, Any]) -> None:
+    wider = operand = arguments["input"]
+    shape = (2, shape_of(node)[0], how.num_groups)
+    if (early := writer.early_halos.get(node)) is not None:
+        window = writer.plan.found[early.window.name].how
+        assert isinstance(window, Window)
+        wider = _with_halo(writer, early.window, window, operand, node.all_input_nodes[0], 0.0)
+        writer.more_rows |= dict.fromkeys(early.between, _more_rows(writer.patch, window))
     wide = torch.promote_types(node.meta["val"].dtype, torch.float32)
-    merged = writer.add(node, exchanges.merged_moments, (operand, groups), "moments", shape, wide)
-    merged.meta["exchange"] = Exchange(node.name, "moments", node.all_input_nodes[0], found.state)
+    merged = writer.add(node, exchanges.merged_moments, (operand, how.num_groups), "moments", shape, wide)
+    merged.meta["exchange"] = Exchange(node.name, "moments", node.all_input_nodes[0], writer.plan.rows(node))
     writer.emit(node, row_ops.normalise, (wider, merged, arguments["weight"], arguments["bias"], arguments["eps"]))
 
 
-def _summed(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
+def _summed(writer: PatchWriter, node: fx.Node, how: Summed, arguments: dict[str, Any]) -> None:
     """Parts of half precision are float32, where their sum has room, but of products, which have no such option."""
-    how, dtype = found.how, node.meta["val"].dtype
-    assert isinstance(how, Summed)
+    dtype = node.meta["val"].dtype
     of_part = wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
     if how.power != 1 or "dtype" not in arguments:
         of_part = dtype
     elif wide != dtype:
         arguments["dtype"] = wide
-    args, kwargs = call_arguments(node.target, arguments)
-    part = writer.call(node.target, args, kwargs, f"{node.name}_part")
-    part.meta = {"path": node.meta.get("path", ""), "val": meta(shape_of(node), of_part)}
+    part = writer.add(node, node.target, arguments, "part", dtype=of_part)
     if how.mean:
-        state = writer.plan.state(node.all_input_nodes[0])
-        assert isinstance(state, Rows)
+        state = writer.plan.rows(node.all_input_nodes[0])
         share = writer.patch.size(state) / state.size(writer.patch.count)
         part = writer.add(node, aten.mul.Tensor, (part, share), "share", dtype=of_part)
     if how.power != 1:
@@ -307,82 +296,61 @@ def _summed(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[st
     total.meta["exchange"] = Exchange(node.name, "sum", node, None)
 
 
-def _resized(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
-    how, state = found.how, found.state
-    assert isinstance(how, Resized)
-    assert isinstance(state, Rows)
-    before = writer.plan.state(node.all_input_nodes[0])
-    assert isinstance(before, Rows)
-    size = list(shape_of(node)[2:])
-    size[state.dim - 2] = writer.patch.size(before) * how.times
-    changed = {**arguments, **how.changes, how.name: size}
+def _resized(writer: PatchWriter, node: fx.Node, how: Resized, arguments: dict[str, Any]) -> None:
+    state, size = writer.plan.rows(node), list(shape_of(node)[2:])
+    size[state.dim - 2] = writer.patch.size(writer.plan.rows(node.all_input_nodes[0])) * how.times
+    arguments = {**arguments, **how.changes, how.name: size}
     if size[state.dim - 2] == writer.patch.size(state):
-        writer.emit_call(node, node.target, changed)
-        return
-    args, kwargs = call_arguments(node.target, changed)
-    wider = writer.call(node.target, args, kwargs, f"{node.name}_wider")
-    wider.meta = {"path": node.meta.get("path", ""), "val": node.meta["val"]}
-    writer.emit(node, aten.narrow.default, (wider, state.dim, 0, writer.patch.size(state)))
+        writer.emit(node, node.target, arguments)
+    else:
+        _narrowed(writer, node, node.target, arguments, 0)
 
 
-def _split(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
-    (value,) = node.all_input_nodes
-    before = writer.plan.state(value)
-    assert isinstance(before, Rows)
-    assert isinstance(found.state, tuple)
+def _split(writer: PatchWriter, node: fx.Node, how: Split, arguments: dict[str, Any]) -> None:
+    before, states = writer.plan.rows(node.all_input_nodes[0]), writer.plan.state(node)
+    assert isinstance(states, tuple)
     sizes = []
-    for state, whole in zip(found.state, node.meta["val"], strict=True):
+    for state, whole in zip(states, node.meta["val"], strict=True):
         of_none = whole.shape[before.dim] if writer.patch.owns else 0
         sizes.append(of_none if state is None else writer.patch.size(state))
     writer.emit(node, aten.split_with_sizes.default, (next(iter(arguments.values())), sizes, before.dim))
 
 
-def _cut(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
-    assert isinstance(found.how, Cut)
-    (value,) = node.all_input_nodes
-    before = writer.plan.state(value)
-    assert isinstance(before, Rows)
-    assert not isinstance(found.state, tuple)
-    size = writer.patch.shape(node, found.state)[before.dim]
-    start = writer.patch.local(before, found.how.start)
+def _cut(writer: PatchWriter, node: fx.Node, how: Cut, arguments: dict[str, Any]) -> None:
+    before, state = writer.plan.rows(node.all_input_nodes[0]), writer.plan.state(node)
+    assert not isinstance(state, tuple)
+    size = writer.patch.shape(node, state)[before.dim]
+    start = writer.patch.local(before, how.start)
     writer.emit(node, aten.narrow.default, (next(iter(arguments.values())), before.dim, start, size))
 
 
-def _written(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
-    assert isinstance(found.how, Written)
-    assert isinstance(found.state, Rows)
-    base, src = arguments["self"], arguments["src"]
-    state = writer.plan.state(writer.plan.calls[node.name].arguments["src"])
-    assert isinstance(state, Rows)
-    start = writer.patch.local(found.state, found.how.start)
-    args = (base, src, found.state.dim, start, start + writer.patch.size(state))
+def _written(writer: PatchWriter, node: fx.Node, how: Written, arguments: dict[str, Any]) -> None:
+    into, rows = writer.plan.rows(node), writer.plan.rows(writer.plan.calls[node.name].arguments["src"])
+    start = writer.patch.local(into, how.start)
+    args = (arguments["self"], arguments["src"], into.dim, start, start + writer.patch.size(rows))
     writer.emit(node, aten.slice_scatter.default, args)
 
 
-def _whole(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
-    assert isinstance(found.state, Rows)
-    args, kwargs = call_arguments(node.target, arguments)
-    whole = writer.call(node.target, args, kwargs, f"{node.name}_whole")
-    whole.meta = {"path": node.meta.get("path", ""), "val": node.meta["val"]}
-    writer.whole[node] = whole
-    writer.emit(node, row_ops.cut_rows, (whole, found.state.dim, writer.patch.stretches(found.state)))
+def _whole(writer: PatchWriter, node: fx.Node, how: Whole, arguments: dict[str, Any]) -> None:
+    state = writer.plan.rows(node)
+    writer.whole[node] = whole = writer.add(node, node.target, arguments, "whole")
+    writer.emit(node, row_ops.cut_rows, (whole, state.dim, writer.patch.stretches(state)))
 
 
-def _joined(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
+def _joined(writer: PatchWriter, node: fx.Node, how: Joined, arguments: dict[str, Any]) -> None:
     if not writer.patch.owns:
         rows = [operand for operand in node.all_input_nodes if writer.plan.state(operand) is not None]
         kept = {writer.here[operand] for operand in rows}
         name, values = next(iter(arguments.items()))
         arguments = {**arguments, name: [value for value in values if value in kept]}
-    writer.emit_call(node, node.target, arguments)
+    writer.emit(node, node.target, arguments)
 
 
-def _padded(writer: PatchWriter, node: fx.Node, found: Found, arguments: dict[str, Any]) -> None:
-    assert isinstance(found.how, Padded)
-    writer.emit_call(node, node.target, arguments if writer.patch.owns else {**arguments, **found.how.without})
+def _padded(writer: PatchWriter, node: fx.Node, how: Padded, arguments: dict[str, Any]) -> None:
+    writer.emit(node, node.target, arguments if writer.patch.owns else {**arguments, **how.without})
 
 
-_WAYS: dict[type, Callable[[PatchWriter, fx.Node, Found, dict[str, Any]], None]] = {
+_WAYS: dict[type, Callable[[PatchWriter, fx.Node, Any, dict[str, Any]], None]] = {
     Same: _same, Shaped: _shaped, Window: _window, Moments: _moments, Summed: _summed, Resized: _resized,
     Joined: _joined, Padded: _padded, Split: _split, Cut: _cut,
     Written: _written, Whole: _whole, Attended: _attended,

@@ -21,6 +21,9 @@ from passes.sampling.exchanges import Exchange
 from passes.sampling.halos import Early
 from passes.sampling.patches import Patch
 
+Arguments = tuple[Any, ...] | Mapping[str, Any]
+"""Of a call, all of them or by the names of its schema."""
+
 
 class PatchWriter:
     """The graph as it grows; `here` has the node of each captured value as this patch holds it."""
@@ -54,41 +57,36 @@ class PatchWriter:
     def output(self, result: fx.Node) -> None:
         self.graph.output(self.wanted(result, None, "prediction"))
 
-    def call(self, target: Any, args: Any, kwargs: Any, name: str) -> fx.Node:
-        return private.create_node(self.graph, "call_function", target, args, kwargs, name)
-
-    def emit(self, node: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+    def emit(self, node: fx.Node, target: Any, args: Arguments) -> fx.Node:
         """The node that stands for a captured one."""
-        new = self.call(target, args, kwargs, node.name)
-        new.meta.update(path=node.meta.get("path", ""), val=self._value(node))
+        self.here[node] = new = self._call(node, target, args, node.name, self._value(node))
         if node.name in self.early:
             new.meta["early"] = True
-        self.here[node] = new
         return new
 
-    def emit_call(self, node: fx.Node, target: Any, arguments: Mapping[str, Any]) -> fx.Node:
-        return self.emit(node, target, *call_arguments(target, arguments))
-
     def add(
-        self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, shape: Any = None,
+        self, node: fx.Node, target: Any, args: Arguments, name: str, shape: Any = None,
         dtype: torch.dtype | None = None,
     ) -> fx.Node:  # fmt: skip
         """A node beside the one that stands for a captured node, of its shape and type where none is given."""
-        new = self.call(target, args, None, f"{node.name}_{name}")
         value = meta(shape or shape_of(node), dtype or node.meta["val"].dtype)
-        new.meta.update(path=node.meta.get("path", ""), val=value)
-        return new
+        return self._call(node, target, args, f"{node.name}_{name}", value)
 
     def several(
         self, node: fx.Node, target: Any, args: tuple[Any, ...], name: str, values: Sequence[torch.Tensor]
     ) -> list[fx.Node]:
         """The results of an operation beside a captured node."""
-        new = self.call(target, args, None, f"{node.name}_{name}")
-        new.meta = {"path": node.meta.get("path", ""), "val": list(values)}
+        new = self._call(node, target, args, f"{node.name}_{name}", list(values))
         parts = [self.graph.call_function(operator.getitem, (new, index)) for index in range(len(values))]
         for part, value in zip(parts, values, strict=True):
             part.meta = {"path": node.meta.get("path", ""), "val": value}
         return parts
+
+    def _call(self, node: fx.Node, target: Any, args: Arguments, name: str, value: Any) -> fx.Node:
+        args, kwargs = call_arguments(target, args) if isinstance(args, Mapping) else (args, None)
+        new = private.create_node(self.graph, "call_function", target, args, kwargs, name)
+        new.meta = {"path": node.meta.get("path", ""), "val": value}
+        return new
 
     def _value(self, node: fx.Node) -> Any:
         values, state = node.meta["val"], self.plan.state(node)

@@ -264,8 +264,7 @@ class _Written:
 
     def _dense(self) -> fx.Node:
         plan = next(iter(self.piped.plans.values()))
-        state, bands = plan.state(plan.sized.result), list[fx.Node]()
-        assert isinstance(state, Rows)
+        state, bands = plan.rows(plan.sized.result), list[fx.Node]()
         for place in range(self.piped.beside):
             pieces = [
                 self.rows.call(ops.wait, (node,), "prediction_come") if node.target is ops.recv else node
@@ -284,8 +283,7 @@ class _Written:
 def _parts(piped: Piped) -> Parts:
     """How the prediction for all samples comes in patches."""
     plan = next(iter(piped.plans.values()))
-    state, like = plan.state(plan.sized.result), plan.sized.result.meta["val"]
-    assert isinstance(state, Rows)
+    state, like = plan.rows(plan.sized.result), plan.sized.result.meta["val"]
     samples, patches = piped.groups[-1][-1][1], piped.patches(plan)
     sizes = tuple(patch.size(state) for patch in patches)
     joined = () if state.plain is not None else _parts_of(state, patches)
