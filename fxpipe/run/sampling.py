@@ -23,6 +23,7 @@ from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.row_ops import join_patches
 from fxpipe.plan.sample_program import Parts, SampleProgram
 from fxpipe.plan.transport import Pending, T, Transport
+from fxpipe.remembered import remembered
 from fxpipe.run.once import Once, Values
 from fxpipe.run.patched import Lazy, Patched, settled
 from fxpipe.run.transport import RankThreads
@@ -43,7 +44,6 @@ class BoundProgram:
     def __init__(self, program: SampleProgram, state: Tensors, sends: Callable[[str], SendOrder] = _unknown) -> None:
         self.program, self.sends = program, sends
         self._state = {name: state[name] for name in program.state}
-        self._modules: dict[str, fx.GraphModule] = {}
 
     def known(self, tensors: Tensors, once: Once) -> list[Values]:
         """The argument of forms that has what is computed once in a call; none where nothing is."""
@@ -53,10 +53,9 @@ class BoundProgram:
         weights = [self._state[str(node.target)] for node in self.program.once.find_nodes(op="get_attr")]
         return [once.values(self, read, weights, lambda: self.module("once")(*read))]
 
+    @remembered
     def module(self, form: str) -> fx.GraphModule:
-        if form not in self._modules:
-            self._modules[form] = self.program.bind(self._state, form)
-        return self._modules[form]
+        return self.program.bind(self._state, form)
 
 
 @dataclass

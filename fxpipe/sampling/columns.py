@@ -11,6 +11,7 @@ from functools import cache, cached_property, partial
 
 from fxpipe.cluster import Cluster
 from fxpipe.plan.sample_plan import IN_TURN
+from fxpipe.remembered import remembered
 from fxpipe.sampling.beside import at_speed
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.clocks import alone, together
@@ -71,19 +72,13 @@ class Columns(Layout):
         count, work = self.grid.turns, partial(self.case.work, self.run, self.made.bounds)
         return [{place: work(place * count + turn, None, turns=count) for place in self.seen} for turn in range(count)]
 
+    @remembered
     def items(self, work: PatchWork, stage: Stage) -> list[Item]:
         """A stage's alone; of patches in turn predictions are shown to all, not gathered."""
-        key = work, stage.index
-        if key not in self._items:
-            items, places = work.items, work.places(stage.nodes)
-            if self.in_turn:
-                places = [place for place in places if (one := items[place].told) is None or one.kind != "prediction"]
-            self._items[key] = alone(items, places)
-        return self._items[key]
-
-    @cached_property
-    def _items(self) -> dict[tuple[PatchWork, int], list[Item]]:
-        return {}
+        items, places = work.items, work.places(stage.nodes)
+        if self.in_turn:
+            places = [place for place in places if (one := items[place].told) is None or one.kind != "prediction"]
+        return alone(items, places)
 
     @cached_property
     def firsts(self) -> dict[int, int]:
@@ -102,37 +97,30 @@ class Columns(Layout):
         early = stage.index == self.firsts[stage.column] and turn < self.num_runs
         patch, later = turn // self.num_runs, self.in_turn and not fresh
         edges = (patch > 0) + (patch < self.grid.turns - 1) if later else 0
-        key = stage.index, *self.works(turn, fresh).values(), early, later, edges
-        if key not in self._seconds:
-            beside, column = [*self.works(turn, fresh).items()], stage.column
-            each = [[at_speed(item, self.speed(column, p)) for item in self.items(one, stage)] for p, one in beside]
-            taken = together(each, self.links, column, lambda told: True).seconds
-            if later:
-                kept = Counter((item.told.kind, item.told.own_bytes) for item in each[0] if item.told)
-                more = sum(count * self._kept(*told, edges) for told, count in kept.items())
-                taken += more / self.speed(column, 0)
-            if early:
-                names = self.column_names[column] & self.line.early - self.case.once(self.run)
-                taken += max(_seconds_of(one, names) / self.speed(column, p) for p, one in beside)
-            self._seconds[key] = taken
-        return self._seconds[key]
+        return self._seconds(stage, tuple(self.works(turn, fresh).items()), early, later, edges)
+
+    @remembered
+    def _seconds(
+        self, stage: Stage, beside: tuple[tuple[int, PatchWork], ...], early: bool, later: bool, edges: int
+    ) -> float:
+        """Of a cell that does this work beside others; `later`: in turn, so many `edges` being read by others."""
+        column = stage.column
+        each = [[at_speed(item, self.speed(column, p)) for item in self.items(one, stage)] for p, one in beside]
+        taken = together(each, self.links, column, lambda told: True).seconds
+        if later:
+            kept = Counter((item.told.kind, item.told.own_bytes) for item in each[0] if item.told)
+            more = sum(count * self._kept(*told, edges) for told, count in kept.items())
+            taken += more / self.speed(column, 0)
+        if early:
+            names = self.column_names[column] & self.line.early - self.case.once(self.run)
+            taken += max(_seconds_of(one, names) / self.speed(column, p) for p, one in beside)
+        return taken
 
     def _kept(self, kind: str, own_bytes: int, edges: int) -> float:
         """Seconds of what a patch in turn does more than one beside others: of its edges others have copies."""
         if kind != "moments" or self.grid.turns == 1:
             return edges * self.moving(1) if kind == "halo" else 0.0
-        if own_bytes not in self._corrections:
-            num, turns = len(self.made.bounds) - 1, self.grid.turns
-            self._corrections[own_bytes] = self.correction(own_bytes, num, (turns + 1) // 2 * self.grid.patches)
-        return self._corrections[own_bytes]
-
-    @cached_property
-    def _corrections(self) -> dict[int, float]:
-        return {}
-
-    @cached_property
-    def _seconds(self) -> dict[tuple[object, ...], float]:
-        return {}
+        return self.correction(own_bytes, len(self.made.bounds) - 1, (self.grid.turns + 1) // 2 * self.grid.patches)
 
     def ends(self, num_steps: int, fresh: bool) -> list[float]:
         turns, follows = self.num_runs * (1 if fresh else self.grid.turns), 0 if fresh else self.num_runs

@@ -8,6 +8,7 @@ import torch
 
 from fxpipe.cluster import Cluster
 from fxpipe.plan import displaced_ops, row_ops
+from fxpipe.remembered import remembered
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.planning import Choices
 from fxpipe.sampling.seconds import own_seconds
@@ -48,6 +49,7 @@ class Layout:
         """Seconds of one of a patch's own operations."""
         return own_seconds(self.case.cost_model, operation, *arguments)
 
+    @remembered
     def correction(self, own_bytes: int, num_patches: int, num_fresh: int) -> float:
         """Seconds by which moments that are corrected take longer than those that are merged."""
         if self.made.how.norms != "corrected":

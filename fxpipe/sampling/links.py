@@ -9,6 +9,7 @@ from typing import NamedTuple
 from fxpipe.cluster import Cluster
 from fxpipe.cluster.network import Transfer, route
 from fxpipe.plan.sample_grid import Grid
+from fxpipe.remembered import remembered
 from passes.sampling.work import Sent, Told
 
 
@@ -32,7 +33,6 @@ class Links:
     def __init__(self, cluster: Cluster, grid: Grid, shares: Sequence[float] = ()) -> None:
         """Of what is told of one group's patches, those of every group send these `shares`; all as much by default."""
         self.cluster, self.grid, self.shares = cluster, grid, shares or [1.0] * grid.groups
-        self._known: dict[tuple[Transfer, ...], Busy] = {}
         self._told: dict[tuple[int, int], tuple[Sent, Busy]] = {}
 
     def of_patches(self, told: Told, column: int) -> Busy:
@@ -119,14 +119,13 @@ class Links:
         firsts = range(0, self.grid.world_size, self.grid.of_copy)
         return self._busy(tuple((at + a, at + b, size) for a, b, size in transfers if size for at in firsts))
 
+    @remembered
     def _busy(self, sent: tuple[Transfer, ...]) -> Busy:
-        if sent not in self._known:
-            latency = max((route(self.cluster, a, b)[0].latency_seconds for a, b, _ in sent), default=0.0)
-            seconds = max(self.cluster.concurrent_seconds(sent), default=latency) - latency
-            taken, overhead = Counter[int](), Counter[int]()
-            for src, dst, size in sent:
-                taken.update(dict.fromkeys((src, dst), self.cluster.taken_seconds(src, dst, size)))
-                overhead.update(dict.fromkeys((src, dst), route(self.cluster, src, dst)[0].overhead_seconds))
-            by_bytes = (taken[rank] - overhead[rank] for rank in taken)
-            self._known[sent] = Busy(seconds, latency, max(taken.values(), default=0.0), max(by_bytes, default=0.0))
-        return self._known[sent]
+        latency = max((route(self.cluster, a, b)[0].latency_seconds for a, b, _ in sent), default=0.0)
+        seconds = max(self.cluster.concurrent_seconds(sent), default=latency) - latency
+        taken, overhead = Counter[int](), Counter[int]()
+        for src, dst, size in sent:
+            taken.update(dict.fromkeys((src, dst), self.cluster.taken_seconds(src, dst, size)))
+            overhead.update(dict.fromkeys((src, dst), route(self.cluster, src, dst)[0].overhead_seconds))
+        by_bytes = (taken[rank] - overhead[rank] for rank in taken)
+        return Busy(seconds, latency, max(taken.values(), default=0.0), max(by_bytes, default=0.0))

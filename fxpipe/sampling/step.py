@@ -19,6 +19,7 @@ from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.transport import Channel
+from fxpipe.remembered import remembered
 from passes.rows.sized import Sized, at_batch_size, require_shapes
 
 
@@ -174,17 +175,12 @@ class SampleStep:
             channel: max(form.get(channel, 0) for form in forms) for channel in sorted(set[Channel]().union(*forms))
         }
 
+    @remembered
     def sends(self, form: str) -> SendOrder:
         """The order in which all ranks' messages can be sent: as they are told, which every program is checked
         against."""
-        if form not in self._orders:
-            sent = self.messages_of[form]
-            self._orders[form] = SendOrder.of(sent, [message.edge for message in sent])
-        return self._orders[form]
-
-    @cached_property
-    def _orders(self) -> dict[str, SendOrder]:
-        return {}
+        sent = self.messages_of[form]
+        return SendOrder.of(sent, [message.edge for message in sent])
 
     def sequence(self, num_steps: int) -> list[str]:
         """The forms of a call's steps."""

@@ -7,6 +7,7 @@ from fxpipe.capture import Capture
 from fxpipe.capture.private import tensors_in
 from fxpipe.costs.calls import Call, Gradient, call_of, in_a_row, operand_nodes
 from fxpipe.plan.block_graph import bytes_at
+from fxpipe.remembered import remembered
 from passes.costs.call_trace import CallTrace, Line, call_trace, gradient_paths
 from passes.costs.local import STATE_KINDS
 
@@ -35,21 +36,16 @@ class Operations:
         self.capture, self._device = capture, device
         several = max(2, capture.inputs.batch_size) if capture.batch else capture.inputs.batch_size
         self.num_samples = 1 if one_sample else several
-        self._known: dict[tuple[fx.Node, frozenset[int]], CallTrace] = {}
-        self._facts: dict[fx.Node, Facts] = {}
 
+    @remembered
     def facts(self, node: fx.Node) -> Facts:
-        found = self._facts.get(node)
-        if found is None:
-            found = self._facts[node] = Facts(node)
-        return found
+        return Facts(node)
 
-    def trace(self, node: fx.Node, arrived: frozenset[int] = frozenset()) -> CallTrace:
+    @remembered
+    def trace(self, node: fx.Node, arrived: frozenset[int]) -> CallTrace:
         """Of an operation; the operands in `arrived` come from other units, and so lie in a row."""
-        if (node, arrived) not in self._known:
-            call = in_a_row(_call(node), arrived)
-            self._known[node, arrived] = call_trace(call, node.meta.get("autocast"), self.num_samples, self._device)
-        return self._known[node, arrived]
+        call = in_a_row(_call(node), arrived)
+        return call_trace(call, node.meta.get("autocast"), self.num_samples, self._device)
 
     def gradient_paths(self, node: fx.Node) -> tuple[frozenset[int], ...]:
         """Of every tensor of an operation, the operands that its gradient gets to."""

@@ -80,7 +80,7 @@ class _Ledger:
             self._places[node] = [self._new(node, line) for line in facts.lines]
             self._weights.update(self._places[node] if facts.is_state else ())
         elif facts.lines:
-            trace = self._operations.trace(node)
+            trace = self._operations.trace(node, frozenset())
             place = [self._places[argument][item] for argument, item in facts.operands]
             place += [self._new(node, line) for line in trace.made]
             self._places[node] = [place[memory] for memory in trace.outputs]

@@ -7,7 +7,7 @@ Kernels of a unit are put together once (`unit_trace`); a number of samples then
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import fx
 from fxpipe.capture import Capture
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.staged import Staged
+from fxpipe.remembered import remembered
 from passes.batch import BatchPlan
 from passes.costs.call_bytes import BackwardBytes, ForwardBytes, UnitKey
 from passes.costs.call_trace import Kernel
@@ -74,9 +75,6 @@ class UnitBytes:
     """A unit's calls as functions of the number of samples."""
 
     trace: UnitTrace
-    _graphs: dict[tuple[str, frozenset[str]], Liveness] = field(default_factory=dict)
-    _forwards: dict[int, ForwardBytes] = field(default_factory=dict)
-    _backwards: dict[tuple[int, str, frozenset[str]], BackwardBytes] = field(default_factory=dict)
 
     @cached_property
     def _lines(self) -> tuple[Ints, Ints]:
@@ -120,12 +118,8 @@ class UnitBytes:
         stay = self.saved | set(self.trace.returned.values())
         return liveness(self.trace.forward, self.new, stay)
 
+    @remembered
     def forward(self, num_samples: int) -> ForwardBytes:
-        if num_samples not in self._forwards:
-            self._forwards[num_samples] = self._forward_at(num_samples)
-        return self._forwards[num_samples]
-
-    def _forward_at(self, num_samples: int) -> ForwardBytes:
         sizes = self.sizes(num_samples)
         named = {s for s in self.saved if s in self._names}
         alone = [s for s in self.saved if s not in named]
@@ -152,29 +146,22 @@ class UnitBytes:
         first = first[::-1] + _needed([k for k in rest if not again.isdisjoint(k.makes)], kept)
         return first, late, {s for s in kept if self.trace.owner[s] != "state"}
 
+    @remembered
     def _graph(self, part: str, given_up: frozenset[str]) -> Liveness:
-        if (part, given_up) not in self._graphs:
-            first, late, kept = self._late
-            free = {s for s in self.saved if s not in self._names or self._names[s] in given_up}
-            made_saved = free & (self.made_forward | set(self.trace.argument))
-            kernels = self.trace.backward
-            stay = {*self.trace.input_gradients.values(), *self.trace.weight_gradients}
-            if part == "I":
-                kernels, stay = first, set(self.trace.input_gradients.values()) | kept
-            if part == "W":
-                kernels, stay, made_saved = late, set(self.trace.weight_gradients), made_saved & kept
-                made_saved |= {s for s in kept if s in self.new}
-            counted = (self.new - self.saved) | made_saved
-            self._graphs[part, given_up] = liveness(kernels, counted, stay)
-        return self._graphs[part, given_up]
+        first, late, kept = self._late
+        free = {s for s in self.saved if s not in self._names or self._names[s] in given_up}
+        made_saved = free & (self.made_forward | set(self.trace.argument))
+        kernels = self.trace.backward
+        stay = {*self.trace.input_gradients.values(), *self.trace.weight_gradients}
+        if part == "I":
+            kernels, stay = first, set(self.trace.input_gradients.values()) | kept
+        if part == "W":
+            kernels, stay, made_saved = late, set(self.trace.weight_gradients), made_saved & kept
+            made_saved |= {s for s in kept if s in self.new}
+        return liveness(kernels, (self.new - self.saved) | made_saved, stay)
 
+    @remembered
     def backward(self, num_samples: int, part: str, given_up: frozenset[str]) -> BackwardBytes:
-        key = num_samples, part, given_up
-        if key not in self._backwards:
-            self._backwards[key] = self._backward_at(*key)
-        return self._backwards[key]
-
-    def _backward_at(self, num_samples: int, part: str, given_up: frozenset[str]) -> BackwardBytes:
         sizes, (_, _, kept) = self.sizes(num_samples), self._late if part != "B" else ([], [], set())
         most = self._graph(part, given_up).most(sizes)
         weights = int(sizes[self.trace.weight_gradients].sum())
@@ -252,15 +239,9 @@ class PlacedBytes:
 
     step: StageBytes
     staged: Staged
-    _units: dict[tuple[UnitKey, int], UnitBytes] = field(default_factory=dict)
 
+    @remembered
     def _unit(self, unit: UnitKey, num_samples: int) -> UnitBytes:
-        key = unit, num_samples
-        if key not in self._units:
-            self._units[key] = self._unit_of(unit, num_samples)
-        return self._units[key]
-
-    def _unit_of(self, unit: UnitKey, num_samples: int) -> UnitBytes:
         graph = self.step.graph
         if unit[0] == "T":
             return self.step.unit(unit, num_samples, graph.components[unit[1]].nodes)

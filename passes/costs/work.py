@@ -8,7 +8,7 @@ value that it reads or to a weight of its own.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -17,6 +17,7 @@ from fxpipe.capture import Capture
 from fxpipe.plan.actions import Work
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.staged import Staged
+from fxpipe.remembered import remembered
 from passes.costs.gradient_flow import GradientFlow, gradient_flow
 
 _CPU = torch.device("cpu")
@@ -32,7 +33,6 @@ class StepWork:
     graph: BlockGraph
     flow: GradientFlow
     loss: str
-    _stages: dict[range, tuple[bool, bool]] = field(default_factory=dict)
 
     @staticmethod
     def in_capture(capture: Capture, graph: BlockGraph, device: torch.device = _CPU) -> "StepWork":
@@ -69,13 +69,12 @@ class StepWork:
             component_edges=component_edges,
         )
 
+    @remembered
     def _stage(self, blocks: range) -> tuple[bool, bool]:
         """Of blocks that form a stage: whether what they hand on requires grad, and whether weights get some of it."""
-        if blocks not in self._stages:
-            nodes = {name for block in blocks for name in self.graph.blocks[block].nodes}
-            values = [name for name in self._returns(blocks, nodes) if self.flow.requires_grad(name)]
-            self._stages[blocks] = bool(values), bool(self.flow.weights_behind(values, nodes))
-        return self._stages[blocks]
+        nodes = {name for block in blocks for name in self.graph.blocks[block].nodes}
+        values = [name for name in self._returns(blocks, nodes) if self.flow.requires_grad(name)]
+        return bool(values), bool(self.flow.weights_behind(values, nodes))
 
     def _returns(self, blocks: range, nodes: set[str]) -> Iterator[str]:
         for edge in self.graph.edges:

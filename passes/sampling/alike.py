@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fxpipe.plan import row_ops
+from fxpipe.remembered import remembered
 from passes.rows import RowPlan
 from passes.rows.how import Window
 from passes.rows.sized import plain_like
@@ -75,7 +76,6 @@ class Alike:
     units: tuple[int, int]
     form: Form
     pairs: Mapping[str, tuple[fx.Node, fx.Node]]
-    _made: dict[int, _Made] = field(default_factory=dict)
     _works: dict[object, PatchWork] = field(default_factory=dict)
 
     def work(self, units: int, tellers: Tellers, seconds_of: SecondsOf) -> PatchWork:
@@ -83,9 +83,7 @@ class Alike:
 
         Raises ArithmeticError of so many that it reads over both borders of the image.
         """
-        if units not in self._made:
-            self._made[units] = self._at(units, seconds_of)
-        made, known, firsts = self._made[units], dict[object, Sent](), self.form.firsts
+        made, known, firsts = self._at(units, seconds_of), dict[object, Sent](), self.form.firsts
         sent = {name: sent_of(node, tellers, known) for name, node in made.nodes.items() if "exchange" in node.meta}
         key = units, *sent.values()
         if key not in self._works:
@@ -95,6 +93,7 @@ class Alike:
             )
         return self._works[key]
 
+    @remembered
     def _at(self, units: int, seconds_of: SecondsOf) -> _Made:
         graph, env, made = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, fx.Node]()
         line = _Line(*self.units, units)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from fxpipe.remembered import remembered
 from passes.rows import RowPlan
 from passes.sampling.attention import Shared
 from passes.sampling.exchanges import Exchange
@@ -101,16 +102,11 @@ class PatchWork:
         """Of values; what it reads of another patch it has not."""
         return {node.name: size for node, size in self.sizes.items() if node.meta.get("kind") != "read"}
 
+    @remembered
     def held_bytes(self, names: frozenset[str]) -> tuple[int, int]:
         """Of these operations alone: bytes of the model's tensors that they read, and the most that their results hold
         at once, what is gathered for them included."""
-        if names not in self._held:
-            self._held[names] = self.lives.held_bytes(names, self.sizes, self.apart)
-        return self._held[names]
-
-    @cached_property
-    def _held(self) -> dict[frozenset[str], tuple[int, int]]:
-        return {}
+        return self.lives.held_bytes(names, self.sizes, self.apart)
 
 
 def patch_work(

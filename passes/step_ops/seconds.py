@@ -4,10 +4,11 @@
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fxpipe.plan.actions import Action
 from fxpipe.plan.staged import Staged
+from fxpipe.remembered import remembered
 from passes.case import Case
 
 
@@ -17,19 +18,15 @@ class ActionSeconds:
 
     case: Case
     staged: Staged
-    _known: dict[tuple[str, int, int], float] = field(default_factory=dict)
-    _adding: dict[int, float] = field(default_factory=dict)
 
     def of(self, action: Action, num_samples: int) -> float:
         """Of F, B, I, W or T on a micro-batch of so many samples, or of a piece."""
         if action.is_piece:
             layers = self.case.frozen.seconds_at(num_samples)[action.stage]
             return sum(layers[slice(*action.layers)])
-        key = action.kind, action.stage, num_samples
-        if key not in self._known:
-            self._known[key] = self._of(action.kind, action.stage, num_samples)
-        return self._known[key]
+        return self._of(action.kind, action.stage, num_samples)
 
+    @remembered
     def _of(self, kind: str, stage: int, num_samples: int) -> float:
         times = self.case.costs.at(num_samples)
         if kind == "T":
@@ -61,8 +58,7 @@ class ActionSeconds:
         seconds = local.at(num_samples)[kind]
         return float(sum(seconds[node] for node in wanted))
 
+    @remembered
     def adding(self, num_bytes: int) -> float:
         """Of the sum of two tensors, or lists of them, of so many bytes."""
-        if num_bytes not in self._adding:
-            self._adding[num_bytes] = self.case.adding_seconds(num_bytes)
-        return self._adding[num_bytes]
+        return self.case.adding_seconds(num_bytes)

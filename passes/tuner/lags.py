@@ -1,11 +1,12 @@
 """Seconds that values travel between stages, where all pipelines send the same at the same time and may share links."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from fxpipe.cluster import Cluster
 from fxpipe.cluster.network import route
 from fxpipe.plan.staged import Staged, stage_bytes
+from fxpipe.remembered import remembered
 from passes.case import Case
 
 
@@ -17,16 +18,12 @@ class Lags:
     staged: Staged
     num_samples: int
     alone: bool = False
-    _known: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def __call__(self, source: int, target: int, kind: str) -> float:
         """As `fxpipe.plan.execution.simulate` asks; frozen work is ahead of the pipeline, so its values are there."""
-        if kind == "T":
-            return 0.0
-        if (source, target) not in self._known:
-            self._known[source, target] = self._seconds(source, target, kind)
-        return self._known[source, target]
+        return 0.0 if kind == "T" else self._seconds(source, target, kind)
 
+    @remembered
     def _seconds(self, source: int, target: int, kind: str) -> float:
         size = self._bytes.get((source, target), 0) if kind == "F" else self._gradients.get((target, source), 0)
         sources, targets = self.staged.stage_ranks[source], self.staged.stage_ranks[target]
