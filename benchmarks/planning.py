@@ -24,17 +24,11 @@ from rich.table import Table
 from torch import nn
 
 from cost_models.devices import device
-from cost_models.flops import cost_table
-from fxpipe.capture import capture
-from fxpipe.capture.inputs import describe
-from fxpipe.capture.model_call import ModelCall
+from fxpipe.analysis import Cut, costed_step, example_of
 from fxpipe.cluster import Cluster
-from fxpipe.costs.block_costs import BlockCosts
-from fxpipe.costs.model import node_seconds
 from fxpipe.models.backbones import PredictionStep
 from fxpipe.plan.block_graph import BlockGraph
-from passes.blocks import analyse
-from passes.costs.block_costs import block_costs
+from passes.case import Case
 from passes.placement.place import place
 from passes.placement.shape import Shape, shape
 from passes.schedules.policies import FOLDED, LOOPED, PLAIN
@@ -100,10 +94,9 @@ SHAPES = {"lines": PLAIN, "loops": LOOPED, "waves": FOLDED}
 
 @dataclass(frozen=True)
 class Prepared:
-    """A captured backbone with its costs, and the seconds that took on a core."""
+    """A backbone's step with its costs, and the seconds that took on a core."""
 
-    graph: BlockGraph
-    costs: BlockCosts
+    case: Case
     capture_seconds: float
     cost_seconds: float
 
@@ -130,31 +123,26 @@ def main() -> None:
 def prepare(make: Callable[[], nn.Module], cluster: Cluster, num_blocks: int) -> Prepared:
     with torch.device("meta"):
         step = PredictionStep(make())
-    captured, capture_seconds = timed(
-        lambda: capture(ModelCall(step, *describe(step, (), step.example_inputs(8), None)))
-    )
-
-    def costed() -> tuple[BlockGraph, BlockCosts]:
-        model = device(cluster.device)
-        costs = cost_table(captured.graph)
-        graph = analyse(captured, costs.by_name(node_seconds(model, costs, 8).both), num_blocks)
-        return graph, block_costs(captured, graph, costs, model)
-
-    found, cost_seconds = timed(costed)
-    return Prepared(*found, capture_seconds, cost_seconds)
+    example, ends = example_of(step, None, 8), {"": time.process_time()}
+    found = costed_step(
+        example, device(cluster.device), Cut(num_blocks, or_whole=True),
+        see=lambda phase, made: ends.update({phase: time.process_time()}),
+    )  # fmt: skip
+    case = found.on(cluster, cluster.num_ranks)
+    return Prepared(case, ends["batch"] - ends[""], time.process_time() - ends["batch"])
 
 
 def row(prepared: Prepared, cluster: Cluster, batch_size: int) -> list[str]:
     """Blocks, shapes times micro-batches, milliseconds by kind of shape, and the seconds before."""
     milliseconds, count = [], 0
     for name in SHAPES.values():
-        wanted = list(shapes(name, prepared.graph, cluster, batch_size))
-        place_all = partial(placed, prepared, cluster, batch_size, wanted)
+        wanted = list(shapes(name, prepared.case.graph, cluster, batch_size))
+        place_all = partial(placed, prepared.case, batch_size, wanted)
         _, *seconds = (timed(place_all)[1] for _ in range(1 + RUNS))  # the first asks for the seconds of all sizes
         milliseconds.append(f"{min(seconds) * 1e3:.0f}")
         count = max(count, len(wanted))
     before = f"{prepared.capture_seconds:.1f}", f"{prepared.cost_seconds:.1f}"
-    return [str(len(prepared.graph.blocks)), str(count), *milliseconds, *before]
+    return [str(len(prepared.case.blocks)), str(count), *milliseconds, *before]
 
 
 def shapes(name: str, graph: BlockGraph, cluster: Cluster, batch_size: int) -> Iterator[tuple[Shape, int]]:
@@ -167,10 +155,9 @@ def shapes(name: str, graph: BlockGraph, cluster: Cluster, batch_size: int) -> I
                     yield found, count * microbatches
 
 
-def placed(prepared: Prepared, cluster: Cluster, batch_size: int, wanted: Sequence[tuple[Shape, int]]) -> None:
+def placed(case: Case, batch_size: int, wanted: Sequence[tuple[Shape, int]]) -> None:
     for found, microbatches in wanted:
-        times = prepared.costs.at(batch_size // microbatches)
-        place(prepared.graph, prepared.costs, times, found, cluster, microbatches)
+        place(case, case.costs.at(batch_size // microbatches), found, microbatches)
 
 
 T = TypeVar("T")

@@ -79,7 +79,7 @@ def times_of(case: Case) -> BlockSeconds:
 def placed(case: Case, schedule: str, hard: bool) -> Staged:
     stages = case.world_size * (2 if schedule == "wave" else 1)
     shape = Shape(schedule, stages, pipelines(case.world_size, 1), hard)
-    return place(case.graph, case.costs, times_of(case), shape, case.cluster, MICROBATCHES)
+    return place(case, times_of(case), shape, MICROBATCHES)
 
 
 def ordered(case: Case, staged: Staged, budget: float | None = None) -> Schedule:

@@ -151,7 +151,8 @@ def work_of(model: RandomStep, placement: Schedule, options: dict[str, Any]) -> 
     asked = requested(model, len(placement.ranks), schedule=placement, **options)
     step = asked.analysed()
     size = microbatch_sizes(step.batch_size, placement.num_microbatches)[0]
-    staged = place_schedule(step.graph, step.blocks.at(size), placement, asked.cluster)
+    case = step.on(asked.cluster, len(placement.ranks))
+    staged = place_schedule(case, step.blocks.at(size), placement)
     return step.work.of(staged, placement.num_microbatches)
 
 

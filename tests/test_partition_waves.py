@@ -88,7 +88,8 @@ def test_folds_share_out_sums_of_gradients_where_links_are_slow() -> None:
     case = toy_case(8, 4, 8, cluster=network(1e6))
     weights = tuple(replace(w, num_bytes=(1 + 9 * (2 <= b < 6)) << 20) for b, w in enumerate(case.costs.weights))
     costs = replace(case.costs, weights=weights)
-    given = case.graph, costs, costs.at(1), Shape("wave", 4, pipelines(2, 2)), case.cluster, 8
+    case = replace(case, costs=costs)
+    given = costs.at(1), Shape("wave", 4, pipelines(2, 2)), 8
 
     def largest(staged: Staged) -> int:
         trained, sums = costs.trained_bytes, Counter[tuple[int, ...]]()
@@ -96,7 +97,7 @@ def test_folds_share_out_sums_of_gradients_where_links_are_slow() -> None:
             sums[staged.stage_ranks[stage]] += trained[block]
         return max(sums.values())
 
-    found = place(*given)
-    assert min(map(largest, others(*given, found))) < largest(found)
-    fast = replace(case, cluster=network(1e12)).cluster
-    assert not others(*given[:4], fast, 8, found)
+    found = place(case, *given)
+    assert min(map(largest, others(case, *given, found))) < largest(found)
+    fast = replace(case, cluster=network(1e12))
+    assert not others(fast, *given, found)

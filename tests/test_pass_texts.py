@@ -115,8 +115,7 @@ def on_two(unet: CostedStep) -> Case:
 
 
 def placed(unet: CostedStep, name: str, data_parallel: int = 1) -> Staged:
-    times = unet.blocks.at(2)
-    return place(unet.graph, unet.blocks, times, shape(name, 2, None, data_parallel), Cluster.parse("2xV100"), 2)
+    return place(on_two(unet), unet.blocks.at(2), shape(name, 2, None, data_parallel), 2)
 
 
 def test_place(unet: CostedStep, golden: Golden) -> None:

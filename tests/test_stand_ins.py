@@ -60,7 +60,7 @@ def test_some_take_as_long_as_all(
     of = on(8, count + min(more, count - 1), cluster)
     sizes = microbatch_sizes(of.batch_size, count)
     wanted = shape(name, 8, None, copies, strided and copies < 8)
-    staged = place(of.graph, of.costs, of.costs.at(sizes[0]), wanted, of.cluster, count)
+    staged = place(of, of.costs.at(sizes[0]), wanted, count)
     orders = Orders(of, replace(staged, sharded=sharded), count, ahead)
     numbers = stand_ins(of.cluster, staged.pipelines)
     whole = simulate(step_ops(of, orders.staged, orders.named(), sizes), of.cluster)

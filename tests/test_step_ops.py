@@ -73,7 +73,7 @@ class Layout:
         """Its stages on ranks."""
         wanted = shape(self.schedule, self.world_size, self.stages, self.replicas)
         times = case.costs.at(microbatch_sizes(case.batch_size, self.microbatches)[0])
-        staged = place(case.graph, case.costs, times, wanted, case.cluster, self.microbatches)
+        staged = place(case, times, wanted, self.microbatches)
         runs = {"stages": whole_stages(staged.boundaries), "blocks": tuple((b, b + 1) for b in case.blocks if b % 3)}
         recompute = runs[self.recompute] if isinstance(self.recompute, str) else self.recompute
         sharded = self.sharded and self.replicas > 1

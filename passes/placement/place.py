@@ -16,9 +16,9 @@ import numpy as np
 
 from fxpipe.cluster import Cluster
 from fxpipe.costs.block_costs import BlockCosts, BlockSeconds
-from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
+from passes.case import Case
 from passes.placement.cascade import borders, first_pass, opposite, two_passes
 from passes.placement.collocation import is_collocated, loads, skip_pairs
 from passes.placement.lines import linear
@@ -39,17 +39,12 @@ _SLOW_LINKS = 0.3  # of the busiest rank's time: cheaper cuts from 0.05 on broug
 
 
 def place(
-    graph: BlockGraph,
-    costs: BlockCosts,
-    times: BlockSeconds,
-    wanted: Shape,
-    cluster: Cluster,
-    microbatches: int = 1,
-    memory: StageMemory | None = None,
+    case: Case, times: BlockSeconds, wanted: Shape, microbatches: int = 1, memory: StageMemory | None = None
 ) -> Staged:
     """The stages of a shape, and the ranks of their replicas.
 
     Args:
+        times: of a micro-batch.
         microbatches: of all pipelines together.
         memory: of the places of a shape that `is_cut_by_memory`.
 
@@ -63,34 +58,28 @@ def place(
         ranks = tuple(wanted.pipelines[0][start:stop] for start, stop in pairwise(starts))
         return Staged(boundaries, ranks, wanted.schedule, False, wanted.places)
     if wanted.is_folded:
-        return _folded(graph, times, wanted, cluster, memory=memory)
+        return _folded(case, times, wanted, memory=memory)
     microbatches = -(-microbatches // len(wanted.pipelines))
-    return wanted.staged(_unfolded(graph, costs, times, wanted, cluster, microbatches, memory))
+    return wanted.staged(_unfolded(case, times, wanted, microbatches, memory))
 
 
-def others(
-    graph: BlockGraph,
-    costs: BlockCosts,
-    times: BlockSeconds,
-    wanted: Shape,
-    cluster: Cluster,
-    microbatches: int,
-    found: Staged,
-) -> Sequence[Staged]:
+def others(case: Case, times: BlockSeconds, wanted: Shape, microbatches: int, found: Staged) -> Sequence[Staged]:
     """Other stages of a shape than those that `place` has found, which weighs time and messages by fewer terms than a
     step has: of a line by time alone; of a fold, if links are slow, by cheaper cuts and by sums of gradients; none
     where blocks make two passes.
     """
-    if wanted.is_uneven or wanted.is_opposite or wanted.places == 1 or first_pass(graph, costs):
+    if wanted.is_uneven or wanted.is_opposite or wanted.places == 1 or first_pass(case.graph, case.costs):
         return ()
     if not wanted.is_folded:
-        return (wanted.staged(linear(times.total, wanted.stages, traffic(graph).values.tolist())),)
-    load, port = _busiest(graph, times, found, cluster)
+        return (wanted.staged(linear(times.total, wanted.stages, traffic(case.graph).values.tolist())),)
+    # of compute, and at the busiest port of messages, for a micro-batch per pipeline
+    load = max(loads(times, found))
+    port = message_seconds(case.graph, found, (times.num_samples,) * found.replicas, case.cluster)
     slacks = _SLACKS if port > _SLOW_LINKS * load else ()
-    cheaper = [_folded(graph, times, wanted, cluster, slack) for slack in slacks]
-    sums = _sums(costs, wanted, cluster, microbatches)
+    cheaper = [_folded(case, times, wanted, slack) for slack in slacks]
+    sums = _sums(case.costs, wanted, case.cluster, microbatches)
     slow = sums.sum() > _SLOW_LINKS * sum(times.total)
-    return [*cheaper, *([_folded(graph, times, wanted, cluster, also=sums)] if slow else [])]
+    return [*cheaper, *([_folded(case, times, wanted, also=sums)] if slow else [])]
 
 
 def _sums(costs: BlockCosts, wanted: Shape, cluster: Cluster, microbatches: int) -> Floats:
@@ -101,19 +90,14 @@ def _sums(costs: BlockCosts, wanted: Shape, cluster: Cluster, microbatches: int)
 
 
 def _unfolded(
-    graph: BlockGraph,
-    costs: BlockCosts,
-    times: BlockSeconds,
-    wanted: Shape,
-    cluster: Cluster,
-    microbatches: int,
-    memory: StageMemory | None,
+    case: Case, times: BlockSeconds, wanted: Shape, microbatches: int, memory: StageMemory | None
 ) -> tuple[int, ...]:
     """Boundaries of a line, of two lines in opposite directions, or of two passes over one."""
+    graph, costs = case.graph, case.costs
 
     def cut(line: Line, ranks: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         rounds = max(1, wanted.stages // wanted.places) if line.directions == 1 else 1
-        return cut_line(line, ranks, cluster, rounds * (microbatches - 1) + 1, memory)
+        return cut_line(line, ranks, case.cluster, rounds * (microbatches - 1) + 1, memory)
 
     line = Line(graph, times.total, times.backward_seconds, costs.trained_bytes, times.num_samples, wanted.waits)
     if wanted.is_opposite:
@@ -124,50 +108,38 @@ def _unfolded(
     return cut(line, wanted.stage_ranks)
 
 
-def _busiest(graph: BlockGraph, times: BlockSeconds, staged: Staged, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of compute of the busiest rank, and of messages at the busiest port, for a micro-batch per pipeline."""
-    sizes = (times.num_samples,) * staged.replicas
-    return max(loads(times, staged)), message_seconds(graph, staged, sizes, cluster)
-
-
-def place_schedule(graph: BlockGraph, times: BlockSeconds, schedule: Schedule, cluster: Cluster) -> Staged:
+def place_schedule(case: Case, times: BlockSeconds, schedule: Schedule) -> Staged:
     """Stages for an order given by the user: its own placement decides between a wave and a line."""
     ranks, world_size = schedule.stage_ranks, len(schedule.ranks)
     mirrored = ranks == ranks[::-1] and len(ranks) > 1 and len(set(ranks)) > 1 and all(ranks)
     if mirrored and len(ranks) == 2 * len(set(ranks)):
         wanted = Shape(FOLDED, len(ranks), pipelines(len(set(ranks)), 1))
-        return replace(
-            _folded(graph, times, wanted, cluster), stage_ranks=ranks, schedule=schedule.name, world_size=world_size
-        )
+        found = _folded(case, times, wanted)
+        return replace(found, stage_ranks=ranks, schedule=schedule.name, world_size=world_size)
     used = [stage for stage, replicas in enumerate(ranks) if replicas]
-    inner = linear(times.total, max(len(used), 1), traffic(graph).values.tolist())
+    inner = linear(times.total, max(len(used), 1), traffic(case.graph).values.tolist())
     boundaries = [0, *(inner[sum(u <= stage for u in used)] for stage in range(schedule.num_stages))]
     return Staged(tuple(boundaries), tuple(r or (0,) for r in ranks), schedule.name, False, world_size)
 
 
 def _folded(
-    graph: BlockGraph,
-    times: BlockSeconds,
-    wanted: Shape,
-    cluster: Cluster,
-    slack: float | None = None,
-    memory: StageMemory | None = None,
+    case: Case, times: BlockSeconds, wanted: Shape, slack: float | None = None, memory: StageMemory | None = None,
     also: Floats | float = 0.0,
-) -> Staged:
+) -> Staged:  # fmt: skip
     """By the seconds of blocks, and what they take `also`."""
-    pairs, seconds = skip_pairs(graph), (np.array(times.total) + also).tolist()
+    pairs, seconds = skip_pairs(case.graph), (np.array(times.total) + also).tolist()
     # The value one way, its gradient the other: each end of a crossing skip sends one and receives one.
     # Which ranks is not known yet: mostly neighbours.
     # What no plan would pay is capped, or sums with it would lose the blocks' seconds.
     most = _MOST_PAID * sum(seconds)
-    costs = [2 * _neighbour_seconds(cluster, wanted.pipelines[0], size * times.num_samples) for size in pairs.values()]
-    costs = [min(cost, most) for cost in costs]
+    sizes, ranks = (size * times.num_samples for size in pairs.values()), wanted.pipelines[0]
+    costs = [min(2 * _neighbour_seconds(case.cluster, ranks, size), most) for size in sizes]
     num_waves = wanted.stages // (2 * wanted.places)
-    cuts = traffic(graph).main.tolist()
+    cuts = traffic(case.graph).main.tolist()
     if slack is None:
         slack = _SLACK if num_waves == 1 else 0.0  # of several, even levels make shorter steps
     found = wanted.staged(wave(seconds, list(pairs), wanted.places, wanted.hard, cuts, costs, memory, slack, num_waves))
-    return replace(found, collocated=is_collocated(graph, found))
+    return replace(found, collocated=is_collocated(case.graph, found))
 
 
 def _neighbour_seconds(cluster: Cluster, pipeline: Sequence[int], num_bytes: int) -> float:

@@ -67,8 +67,7 @@ class Placements:
         shape, case, size = trial.candidate.shape, self.case, trial.sizes(self.case)[0]
         key = (replace(shape, schedule=""), shape.is_folded, shape.is_opposite, size)
         if key not in self._stages_of:
-            times = case.costs.at(size)
-            given = case.graph, case.costs, times, shape, case.cluster, trial.candidate.microbatches
+            given = case, case.costs.at(size), shape, trial.candidate.microbatches
             found = place(*given)
             also = [*others(*given, found), *self._bucketed(shape, found)]
             self._stages_of[key] = tuple({staged.boundaries: staged for staged in (*reversed(also), found)}.values())

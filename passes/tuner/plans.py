@@ -104,7 +104,7 @@ def _given(case: Case, request: Request) -> Plan:
     assert isinstance(schedule, Schedule)
     count = schedule.num_microbatches
     times = case.costs.at(microbatch_sizes(request.batch_size, count)[0])
-    staged = place_schedule(case.graph, times, schedule, case.cluster)
+    staged = place_schedule(case, times, schedule)
     staged = replace(staged, recompute=request.runs(staged.boundaries), offloaded=bool(request.offload_optimizer))
     staged = staged.sharing(_shard_of(request, schedule) if staged.replicas > 1 else "none").summed_for(count)
     require(schedule, case.work.of(staged, count), staged.world_size)

@@ -38,7 +38,7 @@ def cut_by_memory(
         if memory is None:
             return None
         try:
-            found = place(case.graph, case.costs, times, shape, case.cluster, candidate.microbatches, memory)
+            found = place(case, times, shape, candidate.microbatches, memory)
         except CompileError:
             return None
         cut = replace(staged.cut_at(found.boundaries), collocated=found.collocated)
