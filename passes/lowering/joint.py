@@ -96,7 +96,34 @@ class StageGraphs:
         packed: Sequence[fx.Node] | None = None,
         again: Collection[fx.Node] = (),
     ) -> fx.Graph:
-        return _extract(self.graph, inputs, outputs, packed, again, self._gathered)
+        """The part between inputs and outputs as a graph of its own, attributes read where needed.
+
+        Values in `packed` come first, in one list that is emptied, so that each is freed after its last use. Nodes in
+        `again` come right before the first that needs them. Attributes that are gathered come last, in one list.
+        """
+        cut = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        saved = None if packed is None else cut.placeholder("saved")
+        for node in inputs:
+            env[node] = cut.placeholder(node.name)
+            env[node].meta = dict(node.meta)
+        if packed is not None:
+            for i, node in enumerate(packed):
+                env[node] = cut.create_node("call_function", operator.getitem, (saved, i), name=node.name)
+                env[node].meta = dict(node.meta)
+            cut.call_function(ops.release, (saved,))
+        weights = cut.placeholder("gathered_weights") if self._gathered else None
+        places = {name: place for place, name in enumerate(self._gathered)}
+        wanted = _ancestors([n for part in outputs for n in part], stop=env)
+        for node in _ordered(self.graph, wanted, again, outputs):
+            assert node.op in ("call_function", "get_attr"), f"{node.name} is not available in this part"
+            if node.op == "get_attr" and node.target in places:
+                env[node] = cut.create_node("call_function", operator.getitem, (weights, places[node.target]))
+                env[node].meta = dict(node.meta)
+                continue
+            env[node] = cut.node_copy(node, lambda n: env[n])
+        cut.output(tuple([env[n] for n in part] for part in outputs))
+        return cut
 
     @cached_property
     def _kept(self) -> list[fx.Node]:
@@ -249,43 +276,6 @@ def _with_items(graph: fx.Graph, made: set[fx.Node]) -> set[fx.Node]:
         if node.target is operator.getitem and node.args[0] in made:
             made.add(node)
     return made
-
-
-def _extract(
-    graph: fx.Graph,
-    inputs: Sequence[fx.Node],
-    outputs: tuple[Sequence[fx.Node], ...],
-    packed: Sequence[fx.Node] | None = None,
-    again: Collection[fx.Node] = (),
-    gathered: Sequence[str] = (),
-) -> fx.Graph:
-    """The part of `graph` between inputs and outputs as a graph of its own, attributes read where needed.
-
-    Values in `packed` come first, in one list that is emptied, so that each is freed after its last use. Nodes in
-    `again` come right before the first that needs them. Attributes that are `gathered` come last, in one list.
-    """
-    cut = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    saved = None if packed is None else cut.placeholder("saved")
-    for node in inputs:
-        env[node] = cut.placeholder(node.name)
-        env[node].meta = dict(node.meta)
-    if packed is not None:
-        for i, node in enumerate(packed):
-            env[node] = cut.create_node("call_function", operator.getitem, (saved, i), name=node.name)
-            env[node].meta = dict(node.meta)
-        cut.call_function(ops.release, (saved,))
-    weights, places = cut.placeholder("gathered_weights") if gathered else None, {n: i for i, n in enumerate(gathered)}
-    wanted = _ancestors([n for part in outputs for n in part], stop=env)
-    for node in _ordered(graph, wanted, again, outputs):
-        assert node.op in ("call_function", "get_attr"), f"{node.name} is not available in this part"
-        if node.op == "get_attr" and node.target in places:
-            env[node] = cut.create_node("call_function", operator.getitem, (weights, places[node.target]))
-            env[node].meta = dict(node.meta)
-            continue
-        env[node] = cut.node_copy(node, lambda n: env[n])
-    cut.output(tuple([env[n] for n in part] for part in outputs))
-    return cut
 
 
 def _ordered(
