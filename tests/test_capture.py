@@ -1,5 +1,6 @@
 """Capture: inputs, outputs, batch sizes, regions; what a graph cannot say is refused in one clear sentence."""
 
+import json
 import random
 import re
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
@@ -87,6 +88,13 @@ def test_an_input_by_name_is_none_of_verifications_own() -> None:
     exact(Warmed(), {"x": noise(6, 4), "step": torch.tensor(3)}, microbatches=2)
 
 
+def is_number_to_json(size: Any) -> bool:
+    try:
+        return bool(json.dumps(size))
+    except TypeError:
+        return False
+
+
 def when(test: Callable[[int], bool]) -> Middle:
     return lambda s, h, y: h * 2 if test(h.shape[0]) else h * 3
 
@@ -97,6 +105,11 @@ def when(test: Callable[[int], bool]) -> Middle:
         (per_sample, True),
         (lambda s, h, y: torch.cat([h[i : i + 1] * (i + 1) for i in range(h.shape[0])]), True),
         (when(lambda size: size == 6), True),
+        (when(lambda size: numpy.array([size, 2]).dtype == numpy.int64), True),
+        (when(lambda size: len(str(torch.Size([size, 4]))) == 18), True),
+        (when(is_number_to_json), True),
+        (lambda s, h, y: h * 2 if len(h) is len(y) else h, True),
+        (lambda s, h, y: h * 2 if str(h.shape) else h, False),
         (lambda s, h, y: h * ([(1.1, 2)] * h.shape[0])[0][0], False),
         (when(lambda size: size == 5), False),
         (when(lambda size: size > 4), False),
@@ -550,6 +563,17 @@ def left_frozen(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h
 
 
+def hooked_node(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    assert h.grad_fn is not None
+    h.grad_fn.register_prehook(lambda gradients: tuple(2 * one for one in gradients))
+    return h * 1
+
+
+def kept_otherwise(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept.bfloat16(), lambda kept: kept.double()):
+        return h * h
+
+
 def packed(s: Step, h: Tensor, y: Tensor) -> Tensor:
     rows = nn.utils.rnn.pack_padded_sequence(h[:, :, None], torch.full((len(h),), 4), batch_first=True)
     return nn.utils.rnn.pad_packed_sequence(rows, batch_first=True)[0][:, :, 0]
@@ -587,6 +611,10 @@ def replaced_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (frozen_in_forward, "forward sets requires_grad=False on a parameter"),
         (left_frozen, "forward sets requires_grad=False on a parameter"),
         (hooked, "a gradient hook on a tensor cannot be captured"),
+        (hooked_node, "a gradient hook on a tensor cannot be captured"),
+        (kept_otherwise, "hooks on the tensors that a backward keeps"),
+        (lambda s, h, y: h.as_strided(h.shape, (1, 6)), r"calls as_strided\(\) at .*may lie otherwise in memory"),
+        (lambda s, h, y: h + (y * (y > 0)).to_sparse().to_dense(), "to_sparse.default: its result is no dense tensor"),
         (penalty, "gradients computed inside forward"),
         (packed, r"packed sequences have sizes that lengths decide; run the recurrent layer on the padded ones"),
         (data_set, r"forward sets the .data of a tensor.*copy_ under torch.no_grad\(\)"),
@@ -648,11 +676,33 @@ def test_failed_trials_leave_no_noise_and_no_hooks(middle: Middle, capfd: pytest
     [
         lambda s, h, y: s.norm.eval()(h),
         lambda s, h, y: h / s.a.weight.data.norm() + (h.data.round() - h.data),
+        lambda s, h, y: h if h.is_contiguous() and y.is_contiguous() else h.contiguous(),
+        lambda s, h, y: h.view(-1, 2, 2).flatten(1) if h.stride()[1] == 1 else h.reshape(-1, 2, 2).flatten(1),
+        lambda s, h, y: h * s.a.weight.as_strided((4,), (5,)),
+        lambda s, h, y: h * (2 if type(h) is Tensor and type(s.a.weight) is nn.Parameter else 3),
+        lambda s, h, y: h if torch.compiler.is_compiling() or torch.compiler.is_exporting() else 2 * h,
+        lambda s, h, y: h if torch.compiler.is_compiling() or y.sum() < 99 else 2 * h,
         lambda s, h, y: h * float(s.table.numpy()[1] + numpy.asarray(s.table).sum()) * len(s.table.tolist()),
     ],
 )
 def test_what_looks_like_a_refusal_and_is_none(middle: Middle) -> None:
     exact(Step(middle), batch())
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda h: h.is_contiguous(),
+        lambda h: h.is_contiguous(memory_format=torch.channels_last),
+        lambda h: h.stride()[1] == 1,
+        lambda h: h.stride(-1) == 1,
+        lambda h: h.dim_order() == (0, 1, 2, 3),
+    ],
+)
+def test_what_is_decided_by_how_tensors_lie_in_memory_is_refused(asks: Callable[[Tensor], bool]) -> None:
+    step = Step(lambda s, h, y: h * 2 if asks(h.view(-1, 2, 1, 2)) else h)
+    with pytest.raises(CaptureError, match=r"forward asks .* at .*test_capture.py:\d+ how a tensor lies in memory"):
+        captured(step, batch())
 
 
 def test_what_is_made_like_a_value_has_no_gradient_of_it() -> None:
@@ -666,6 +716,10 @@ def test_hooks_on_parameters_and_modules_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"parameter a.weight: a gradient hook.*change .grad after each step"):
         captured(step, batch())
     handle.remove()
+    everywhere = nn.modules.module.register_module_full_backward_hook(lambda *arguments: None)
+    with pytest.raises(CaptureError, match="a backward hook of all modules"):
+        captured(step, batch())
+    everywhere.remove()
     step.a.register_full_backward_hook(lambda *arguments: None)
     with pytest.raises(CaptureError, match="module a: a backward hook"):
         captured(step, batch())

@@ -74,6 +74,9 @@ def one_by_one(h: Tensor, y: Tensor) -> Tensor:
     parts = [part.clone() for part in h.split(4, 1)]
     torch._foreach_div_(parts, torch._foreach_add(torch._foreach_cos(y.split(4, 1)), 2.0))
     torch._foreach_addcmul_(parts, [*y.split(4, 1)], [*h.split(4, 1)], [0.1, 0.2, 0.3])
+    with torch.no_grad():
+        weights = torch._foreach_addcdiv(parts, [*y.split(4, 1)], parts, torch.tensor([0.1, 0.2, 0.3]))
+    torch._foreach_mul_(parts, weights)
     larger = torch._foreach_maximum(self=parts, scalars=[-0.2, -0.1, 0.0])
     return torch.cat(larger + (y,), 1)  # noqa: RUF005 (a tuple, as torch's)
 

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -368,6 +369,12 @@ def test_a_mesh_is_of_processes_in_equal_pipelines() -> None:
         on_threads(3, [layout], lambda model, engines: engines[0]().mesh)
     with pytest.raises(fxpipe.RunError, match=r"ranks are threads of this one; use program.engine\(\)"):
         _ = program(Adapted(), 3, ROWS[0], layout).local_engine().mesh
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_copied(copied: Callable[[Any], object]) -> None:
+    with pytest.raises(fxpipe.RunError, match="neither copied nor pickled: copy the model"):
+        copied(program(Adapted(), 2, ROWS[0], LINE).local_engine())
 
 
 @pytest.mark.parametrize("call", ["sync_model", "gather_state_dict", "step", "clip_grad_norm_"])

@@ -43,7 +43,7 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.drop(torch.tanh(self.first(x) + self.shift))
-        h = self.last(h) * (2 if self.wide else 1) * SCALE
+        h = self.last(h) * (2 if self.wide else 1) * SCALE * torch.ones(())
         h = self.scaled(self.more(h)) * float(self.table[0]) * (2 if 3 in self.places else 1)
         return self.weight * h.pow(self.options["power"]).mean() if self.loss is None else self.loss
 
@@ -93,6 +93,7 @@ CHANGES: list[tuple[Callable[[Layers], Any], str]] = [
     (lambda m: setattr(m, "shift", torch.ones(4)), "shift of the model is another tensor"),
     (lambda m: setattr(m.last, "__class__", Doubled), r"module last: its class or its __dict__ is another one"),
     (lambda m: m.more.append(nn.Tanh()), r"module more: 0 was not there and is a Tanh"),
+    (lambda m: torch.set_default_dtype(torch.float64), "the default dtype was .*float32 and is torch.float64"),
     (copy_weights, "first.weight .* another tensor"),
     (set_data, "first.weight of the model was torch.float64, and is now torch.float32"),
     (lambda m: m.first.requires_grad_(False), "2 parameters .* trained otherwise .* frozen.* or compile again"),
@@ -108,9 +109,12 @@ def test_a_model_that_makes_another_step_is_refused(
     model = Layers(0.5).double()
     engine = engine_of(model)
     engine.step(batch)
-    change(model)
-    with pytest.raises(RunError, match=says):
-        engine.step(batch)
+    try:
+        change(model)
+        with pytest.raises(RunError, match=says):
+            engine.step(batch)
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert engine.step_index == 1
 
 

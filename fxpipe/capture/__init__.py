@@ -299,8 +299,13 @@ def _refuse_foreign_gradients(graph: fx.Graph, constants: Mapping[str, torch.Ten
 
 
 def _refuse_sparse(graph: fx.Graph) -> None:
-    """Refuse lookups with sparse gradients, which no stage sends, adds up or reduces."""
+    """Refuse sparse tensors, and lookups with sparse gradients, which no stage sends, adds up or reduces."""
     for node in graph.nodes:
+        if any(value.layout != torch.strided for value in private.tensors_in(node.meta.get("val"))):
+            raise CaptureError(
+                f"{private.where(node)}: {node.target}: its result is no dense tensor, which cannot be compiled; "
+                "compute with dense ones (a mask to multiply with, gather, index_add)"
+            )
         if private.argument(node, "sparse") is True:
             raise CaptureError(
                 f"{private.where(node)}: {node.target}: sparse=True asks for a sparse gradient, which cannot be "

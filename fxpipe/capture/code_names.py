@@ -1,4 +1,5 @@
-"""What the code of a function names: globals, attributes, modules that it imports; and what it must not ask for."""
+"""What the code of a function names: globals, attributes, modules that it imports; what it must not ask for; and what
+may tell a size that a trace leaves free from a plain number."""
 
 import dis
 import functools
@@ -43,6 +44,28 @@ def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _instructions(constant)
+
+
+def knows_sizes(value: types.FunctionType) -> str:
+    """Where a function is, if it compares by `is` what is no constant, catches errors, or names numpy, whose arrays
+    have other types of free sizes than of numbers."""
+    named = (getattr(value.__globals__.get(name), "__name__", "") for name in globals_in(value.__code__))
+    if any(str(name).startswith("numpy") for name in named) or _may_know(value.__code__):
+        return f"{value.__code__.co_filename}:{value.__code__.co_firstlineno}"
+    return ""
+
+
+@functools.lru_cache(4096)
+def _may_know(code: types.CodeType) -> bool:
+    before, handlers = "", 0
+    for one in _instructions(code):
+        if one.opname == "IS_OP" and before not in ("LOAD_CONST", "LOAD_GLOBAL"):
+            return True
+        if one.opname == "IMPORT_NAME" and one.argval.startswith("numpy"):
+            return True
+        handlers += {"PUSH_EXC_INFO": 1, "WITH_EXCEPT_START": -1}.get(one.opname, 0)
+        before = one.opname
+    return handlers > 0
 
 
 def imported(value: types.FunctionType, where: str) -> list[str]:

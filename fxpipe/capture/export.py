@@ -18,7 +18,10 @@ import torch
 from torch import fx, nn
 
 from fxpipe.capture import own_graphs, private
+from fxpipe.capture.asked import IfTraced, answered
 from fxpipe.capture.changed import called
+from fxpipe.capture.code_names import knows_sizes
+from fxpipe.capture.holders import own_functions
 from fxpipe.capture.inputs import Dims, InputSpec, Leaf
 from fxpipe.capture.known import Given, NumbersRead, forward_begins, numbers_read
 from fxpipe.capture.later_calls import Lengths, later_is_other
@@ -72,7 +75,8 @@ class Step(nn.Module):
             torch._check(tensor.shape[0] == batched[0].shape[0])
         forward_begins(dict(zip(self._inputs.tensor_names, leaves, strict=True)), sizes)
         args, kwargs = self._inputs.rebuild(leaves)
-        with buffers_kept(self.model), state_written(self.model, leaves, self.written):
+        kept = state_written(self.model, leaves, self.written)
+        with private.asked_if_traced(IfTraced()), buffers_kept(self.model), kept:
             with nullcontext() if self.surroundings is None else self.surroundings.autocast():
                 output = called(self.model, self._inputs.signature, args, kwargs)
             return self._result_of(output)
@@ -98,26 +102,35 @@ def export_step(call: ModelCall, result_of: ResultsOf) -> Exported:
             kind = ValuesError if isinstance(error, ValuesError) else CaptureError
             raise kind(str(error)) from error.__cause__
 
+    def same_or(fixed: Exported, symbolic: torch.export.ExportedProgram) -> Exported:
+        flexible, size = _flat(symbolic, inputs, None), inputs.batch_size
+        return flexible if computation(flexible.graph, size) == computation(fixed.graph, size) else fixed
+
+    def confirmed(symbolic: torch.export.ExportedProgram) -> Exported:
+        own = (knows_sizes(one) for one in own_functions(call.model) if one.__name__ != "__init__")
+        places = (symbolic.graph_module.meta[_READ].told, *own)
+        if place := next(filter(None, places), None):
+            return same_or(at_size(f"forward does something else of a plain number, at {place}"), symbolic)
+        return _flat(symbolic, inputs, None)
+
     if inputs.batch_size == 1:
         return at_size("the batch has one sample")
     if call.given is not None and not call.given.first:
         return at_size("forward reads numbers of its inputs")
     symbolic, fault = _attempt(trace, _free_size(call), inputs)
     if symbolic is not None and fault is None:
-        return _flat(symbolic, inputs, None)
+        return confirmed(symbolic)
     free = _free_at_size(trace, inputs)
     known = [one for one in free if one is not None]
     if any(known) and not all(known):
         return export_step(replace(call, inputs=_with_batched(inputs, free)), result_of)
     traced, other = _attempt(trace, inputs.batch_size, inputs) if all(known) else (None, fault)
     if traced is not None and other is None:
-        return _flat(traced, inputs, None)
+        return confirmed(traced)
     fixed = at_size(fault or "")
     if symbolic is None or not all(is_symbolic(value.shape[0]) for value in _batched_values(symbolic, inputs)):
         return fixed
-    flexible = _flat(symbolic, inputs, None)
-    size = inputs.batch_size
-    return flexible if computation(flexible.graph, size) == computation(fixed.graph, size) else fixed
+    return same_or(fixed, symbolic)
 
 
 def of_one_batch(call: ModelCall, result_of: ResultOf) -> InputSpec:
@@ -256,16 +269,21 @@ def _trace(
     examples: tuple[torch.Tensor, ...],
     free: Sequence[set[int]],
 ) -> torch.export.ExportedProgram:
-    """A trace, and where forward has kept something, others of later calls: a graph has every call alike.
+    """A trace, and where forward has kept something, others of later calls: a graph has every call alike, and all
+    tensors, however they lie in memory.
 
     Raises:
-        CaptureError: one of them computes something else; names the attribute.
+        CaptureError: one of them computes something else; names the attribute, or the question.
     """
     written = step.written  # this list: an export puts a copy of how it was in its place
-    exported = _traced_once(step, examples, free)
-    if not written:
+    exported, asked = answered(lambda: _traced_once(step, examples, free))
+    if not written and not asked.found:
         return exported
     computed = computation(exported.graph, inputs.batch_size)
+    if asked.found:
+        asked.require_same(lambda: computation(_traced_once(step, examples, free).graph, inputs.batch_size) == computed)
+    if not written:
+        return exported
 
     def again(state: Sequence[Written], lengths: Lengths) -> Sequence[Written] | None:
         found = step.written

@@ -132,6 +132,13 @@ def named_by(model: nn.Module) -> list[Holder]:
     return list(walk.found.values())
 
 
+def own_functions(model: nn.Module) -> list[types.FunctionType]:
+    """Those that its own code may call."""
+    walk = _Walk()
+    walk.modules(model)
+    return [one for one in walk.seen if isinstance(one, types.FunctionType)]
+
+
 def is_opaque(value: Any) -> bool:
     """Whether nothing is looked for inside."""
     return type(value) in PLAIN or isinstance(value, _OPAQUE)
@@ -154,7 +161,7 @@ class _Walk:
     def __init__(self) -> None:
         self.found: dict[int, Holder] = {}
         self.caches: list[Any] = []
-        self._seen: set[Any] = set()  # classes and functions
+        self.seen: set[Any] = set()  # classes and functions
         self._passed: set[int] = set()  # objects and containers, by id
 
     def modules(self, model: nn.Module, owner: str | None = None, path: str = "") -> None:
@@ -214,9 +221,9 @@ class _Walk:
     def kind(self, owner: str, kind: type) -> None:
         """Attributes of own classes, and what their code names; of installed ones, caches alone."""
         for one in kind.__mro__:
-            if one in self._seen:
+            if one in self.seen:
                 continue
-            self._seen.add(one)
+            self.seen.add(one)
             if not is_installed(one.__module__):
                 self._add(Holder(owner, one.__name__, one, of_attributes=True), DEPTH)
                 continue
@@ -239,9 +246,9 @@ class _Walk:
             self._value(owner, "partial", (value.args, value.keywords), DEPTH)
         if isinstance(value, types.MethodType):
             self._value(owner, type(value.__self__).__name__, value.__self__, DEPTH)
-        if not isinstance(value, types.FunctionType) or value in self._seen or is_installed(value.__module__):
+        if not isinstance(value, types.FunctionType) or value in self.seen or is_installed(value.__module__):
             return
-        self._seen.add(value)
+        self.seen.add(value)
         if not {"environ", "getenv"}.isdisjoint(names_in(value.__code__)):
             self._add(Holder(owner, "os.environ", vars(os.environ)["_data"]), DEPTH)
         named = set(globals_in(value.__code__)) & value.__globals__.keys()

@@ -53,7 +53,8 @@ class NumbersRead:
 
     `names` and `inputs` are those of buffers and inputs by the names of the trace's placeholders. `sizes`: tensors by
     name that are as long as numbers to be read, in a trace that leaves these free. `unknown`: it has read others, which
-    the trace has no numbers for; `failed`: what this, or a size, has raised in forward, which ends a trace.
+    the trace has no numbers for; `failed`: what this, or a size, has raised in forward, which ends a trace. `told`:
+    where it got the text of a free size.
     """
 
     model: nn.Module
@@ -66,6 +67,7 @@ class NumbersRead:
     sizes: dict[str, torch.Tensor] = field(default_factory=dict)
     unknown: bool = False
     failed: list[Exception] = field(default_factory=list)
+    told: str = ""
 
 
 _NUMBERS = (bool, int, float)
@@ -152,6 +154,12 @@ def note_failure(error: Exception) -> None:
     """Forward gets this of what is no number yet; if it catches it, it goes another way than with a number."""
     if (held := _held.get()) is not None:
         held.failed.append(error)
+
+
+def note_text(place: str) -> None:
+    """Forward gets the text of a size there, which is not that of its number."""
+    if (held := _held.get()) is not None:
+        held.told = held.told or place
 
 
 def _by_node(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

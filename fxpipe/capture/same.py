@@ -4,7 +4,7 @@ slice(x, 0, 0, 9223372036854775807), alias(x)     ->   x
 slice(x, 1, None, 64)  of 16 entries              ->   x
 slice_scatter(x, y, 0, 0, 64)                     ->   y
 pad(x, [0, 0, 0, 0])                              ->   x
-reshape(x, [2, -1])                               ->   reshape(x, [2, 8])
+reshape(x, [2, -1]), view(x, [2, 8])              ->   reshape(x, [2, 8])
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,8 @@ from fxpipe.capture.sizes import concrete
 
 aten = torch.ops.aten
 _AS_IT_IS = {aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.default}
-_TO_SHAPE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
+_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_TO_SHAPE = {*_VIEWS, aten.expand.default}
 
 
 def computation(
@@ -59,7 +60,8 @@ def computation(
             args = (computation(GRAPHS[args[0]], batch_size), *args[1:])
         if node.target is aten.slice.Tensor:
             args, kwargs = _slice(node, args, batch_size), {}
-        calls.append((str(node.target), str(args), str(kwargs), shape))
+        target = aten.reshape.default if node.target in _VIEWS else node.target
+        calls.append((str(target), str(args), str(kwargs), shape))
     return calls
 
 

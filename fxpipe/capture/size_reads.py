@@ -11,7 +11,7 @@ tables[f"{batch:d}"]        its text with a form: this number from here on, in t
 torch.tensor([0] * batch)   as many entries as samples: the list is one of a free length until something asks for more
 if batch == 1:              noted down, though a trace takes for granted that no free size is one
 tables[height]              no key, as ever; that whoever goes on without it goes another way is noted
-type(height) is int         True, as without a trace; so is numpy.isscalar(height)
+type(height) is int         True, as without a trace; so are numpy.isscalar(height) and type(a) is torch.Tensor
 height.numerator            of its number: it is this number from here on
 """
 
@@ -34,7 +34,7 @@ from torch import nn
 
 from fxpipe.capture import private
 from fxpipe.capture.holders import holders_of
-from fxpipe.capture.known import note_failure
+from fxpipe.capture.known import note_failure, note_text
 from fxpipe.errors import CaptureError
 
 T = TypeVar("T")
@@ -98,6 +98,8 @@ def decisions_noted() -> Iterator[None]:
     with ExitStack() as stack:
         for kind, name in ((torch.SymBool, "__bool__"), (torch.SymInt, "__int__"), (torch.SymInt, "__index__")):
             stack.enter_context(private.replaced(kind, name, _noted(vars(kind)[name])))
+        for size in (torch.SymInt, torch.SymFloat):
+            stack.enter_context(private.replaced(size, "__repr__", _told(vars(size)["__repr__"])))
         stack.enter_context(private.replaced(torch.SymInt, "__hash__", _no_key(torch.SymInt.__hash__)))
         yield
 
@@ -243,14 +245,19 @@ class _StandIn(type):
 
 
 class _KindOf(type):
-    """Of a stand-in for `type`, to which a free size is a number: of a type that may have a stand-in, too."""
+    """Of a stand-in for `type`, to which a free size is a number, of a type that may have a stand-in, too, and what
+    stands for a tensor in a trace is a tensor."""
 
     stand_ins: Mapping[type, type]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
             return type(*args, **kwargs)
-        kind = type(_LIKE[type(args[0])]) if type(args[0]) in _LIKE else type(args[0])
+        kind = type(args[0])
+        if kind in _LIKE:
+            kind = type(_LIKE[kind])
+        elif issubclass(kind, torch.Tensor) and kind.__module__.startswith("torch._subclasses"):  # as traces have them
+            kind = nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
         return cls.stand_ins.get(kind, kind)
 
     def __instancecheck__(cls, value: Any) -> bool:
@@ -354,6 +361,18 @@ Sizes that are asked for a text with a form are numbers from here on, as it may 
 def _text(original: Any, read: Any) -> Any:
     def text(size: Any, *form: str) -> str:
         return original(size, *form) if _is_ours(sys._getframe(1)) else format(read(size), *form)
+
+    return text
+
+
+def _told(original: Any) -> Any:
+    def text(size: Any) -> str:
+        frame = sys._getframe(1)
+        if frame.f_code is _formatted.__code__:
+            frame = frame.f_back.f_back  # type: ignore[union-attr, assignment]
+        if not _is_ours(frame):
+            note_text(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return original(size)  # type: ignore[no-any-return]
 
     return text
 

@@ -62,7 +62,11 @@ class Snapshot:
             whole = isinstance(one.values, dict) and one.keys is None
             (self._dicts if whole else self._others).append((one, one.entries()))
         self._same = SameEntries(one.values for one, _ in self._dicts)
+        self._around = self._around_now()
         self._kinds = [(name, module, type(module), vars(module)) for name, module in self._model.named_modules()]
+
+    def _around_now(self) -> dict[str, Any]:
+        return {"default dtype": torch.get_default_dtype(), "default device": torch.get_default_device()}
 
     @contextmanager
     def as_at_first(self) -> Iterator[None]:
@@ -78,12 +82,14 @@ class Snapshot:
 
     def changes(self) -> list[str]:
         """What was set otherwise since then, in words."""
+        now = self._around_now()
         some = self._others if self._same.hold() else self._dicts + self._others
         others = [
             n or "(the model itself)" for n, m, kind, own in self._kinds if type(m) is not kind or vars(m) is not own
         ]
         return [
             *(_told(one, key, old, new) for one, before in some for key, old, new in _changed(one, before)),
+            *(f"the {n} was {old} and is {now[n]}" for n, old in self._around.items() if now[n] != old),
             *(f"module {name}: its class or its __dict__ is another one" for name in others),
         ]
 

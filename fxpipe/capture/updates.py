@@ -25,8 +25,8 @@ from fxpipe.errors import CaptureError
 
 _LATER = "; do that after the optimizer's step"
 _OUTSIDE = (
-    ", which micro-batches would change in another way; call .eval() on a normalisation with running statistics, keep "
-    "other state outside forward"
+    ": a step writes what is made of the model's own tensors alone, in one micro-batch, too; call .eval() on a "
+    "normalisation with running statistics, and keep other state outside forward (return what it is made of)"
 )
 _CHECKPOINT = "within a checkpoint, whose backward would write again; leave that out, and compile with recompute=True"
 

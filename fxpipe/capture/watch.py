@@ -15,9 +15,11 @@ from typing import Any, cast
 import numpy
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributions import Distribution
 
 from fxpipe.capture import own_gradients, private
+from fxpipe.capture.asked import ASKED, HOOK
 from fxpipe.capture.attention import encoders_watched, whole_attention
 from fxpipe.capture.calls import Calls, Table, flags_kept, is_watched, own_generators, set_flag
 from fxpipe.capture.holders import holders_of
@@ -59,11 +61,12 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(private.replaced(torch, "cond", _refused(_COND)))
         stack.enter_context(private.replaced(nn.Module, "_apply", _applied))
         stack.enter_context(private.on_autograd_function(_own_gradient))
+        stack.enter_context(private.replaced(saved_tensors_hooks, "__enter__", _hooked))
         stack.enter_context(whole_attention())
         stack.enter_context(encoders_watched())
         stack.enter_context(own_generators(model, tell=True))
         stack.enter_context(flags_kept())
-        stack.enter_context(Calls(RANDOM_CALLS, WRITTEN_OUT, KNOWN, _REFUSED))
+        stack.enter_context(Calls(RANDOM_CALLS, WRITTEN_OUT, KNOWN, ASKED, _REFUSED))
         yield
 
 
@@ -88,6 +91,13 @@ def _refused_to_users(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return instead
+
+
+def _hooked(hooks: Any) -> Any:
+    """Torch's own ones change nothing."""
+    if isinstance(hooks, save_on_cpu) or sys._getframe(1).f_code.co_filename.startswith(private.FRAMEWORK):
+        return _ENTER(hooks)
+    raise CaptureError(_SAVED)
 
 
 def _gradient(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,6 +159,8 @@ def refuse_outside(model: nn.Module) -> None:
     """What surrounds the model or hangs on it, and would change gradients."""
     if autocasts():
         raise CaptureError("compile outside torch.autocast: put the autocast into the model's forward")
+    if private.all_modules_have_gradient_hooks():
+        raise CaptureError("a backward hook of all modules cannot be captured; remove it")
     for name, module in model.named_modules():
         if private.has_gradient_hooks(module):
             raise CaptureError(f"module {name or '(the model itself)'}: a backward hook cannot be captured; remove it")
@@ -216,9 +228,13 @@ _SEEDING = (
     (torch.random, "fork_rng"),
     *((torch.cuda, name) for name in ("manual_seed", "manual_seed_all", "seed", "set_rng_state", "set_rng_state_all")),
 )
+_ENTER: Any = saved_tensors_hooks.__enter__
 _APPLY: Any = nn.Module._apply
 _COND = "torch.cond decides by a tensor's value; compute both branches and choose with torch.where"
-_HOOK = "a gradient hook on a tensor cannot be captured; do what it does in the backward of an autograd function"
+_SAVED = (
+    "hooks on the tensors that a backward keeps (saved_tensors_hooks) cannot be captured; leave them out, and compile "
+    "with recompute=True, or do what they change in the backward of an autograd function"
+)
 _GRADIENT = "gradients computed inside forward (a gradient penalty?) cannot be captured; use torch.func.grad or jvp"
 _DATA = (
     "forward sets the .data of a tensor, which a graph cannot; write into it (copy_ under torch.no_grad()), or compute "
@@ -234,7 +250,7 @@ _LISTED = 64
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _REFUSED: Table = {
-    **dict.fromkeys(_HOOKS, _refused(_HOOK, with_gradients=True)),
+    **dict.fromkeys(_HOOKS, _refused(HOOK, with_gradients=True)),
     **dict.fromkeys(_GRADIENTS, _gradient),
     torch._pack_padded_sequence: _refused(_PACKED),
     **dict.fromkeys((torch.istft, torch.Tensor.istft), _refused(_FRAMES)),

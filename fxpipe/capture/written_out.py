@@ -94,6 +94,9 @@ def _each(func: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
     name = func.__name__.removeprefix("_foreach_").replace("maximum", "clamp_min").replace("minimum", "clamp_max")
     if name.startswith("addc") and len(args) > 2:
         *args, options["value"] = args  # type: ignore[assignment]
+    if isinstance(options.get("value"), torch.Tensor):  # of a number for each
+        numbers = options.pop("value").detach().unbind()
+        args = ([one * number for one, number in zip(args[0], numbers, strict=True)], *args[1:])
 
     def own(place: int) -> Any:
         values = [one[place] if isinstance(one, list | tuple) else one for one in (*args, *options.values())]

@@ -219,6 +219,9 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         put_back(self._model.parameters())
         self._finish_alone()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RunError("an engine runs one model in one process, and is neither copied nor pickled: copy the model")
+
     def _read(self, reader: ReadAhead) -> tuple[ReadBatch, ReadBatch | None] | None:
         """The next batch and the one after it; None at the end."""
         return reader.pair()

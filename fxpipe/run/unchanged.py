@@ -57,6 +57,8 @@ class Unchanged:
             self._require_same_parameters()
             self._require_same_tensors()
             self._known = _Tensors(self._model)
+        if private.all_modules_have_gradient_hooks():
+            raise RunError("all modules have a backward hook, which steps do not run; change .grad after them")
         self._require_same_values()
         changes = [] if self._settings is None else self._settings.changes()
         if changes:

@@ -20,6 +20,13 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, original)
 
 
+@contextmanager
+def asked_if_traced(flag: object) -> Iterator[None]:
+    """Inside, what torch keeps to say whether it traces is `flag`."""
+    with replaced(torch.compiler, "_is_compiling_flag", flag), replaced(torch.compiler, "_is_exporting_flag", flag):
+        yield
+
+
 def autocast_devices() -> list[str]:
     """The kinds of devices that have one."""
     return torch._C._autocast_supported_devices()

@@ -97,6 +97,12 @@ def has_gradient_hooks(item: torch.Tensor | nn.Module) -> bool:
     return any(getattr(item, name, None) for name in names)
 
 
+def all_modules_have_gradient_hooks() -> bool:
+    """Whether someone changes gradients at every module."""
+    module = nn.modules.module
+    return bool(module._global_backward_hooks or module._global_backward_pre_hooks)
+
+
 def have_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
     """The same of any of many tensors, in a tenth of the time."""
     return any(chain.from_iterable(map(attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"), tensors)))
