@@ -4,7 +4,8 @@ aten.conv2d.default(x, w, None, [2, 2])   ->   conv2d   {input: x, weight: w, bi
 """
 
 from collections.abc import Mapping
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,21 @@ def bound_arguments(node: fx.Node) -> dict[str, Any]:
         p.name: args[index] if index < len(args) else kwargs.get(p.name, p.default)
         for index, p in enumerate(_parameters(target))
     }
+
+
+@dataclass(frozen=True)
+class BoundCall:
+    """One call_function node."""
+
+    node: fx.Node
+
+    @cached_property
+    def name(self) -> str:
+        return operation_name(self.node.target)
+
+    @cached_property
+    def arguments(self) -> Mapping[str, Any]:
+        return bound_arguments(self.node)
 
 
 def call_arguments(target: Any, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

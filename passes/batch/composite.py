@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.capture import private
-from passes.batch.layout import Mixed, Result, RuleCall, State, bind
+from passes.batch.layout import Mixed, Result, RuleCall, State
 
 Follow = Callable[[RuleCall], list[Result]]
 
@@ -75,7 +75,7 @@ class _Parts(TorchDispatchMode):
         if not any(isinstance(item, torch.Tensor) for item in pytree.tree_leaves(value)):
             return value  # sizes
         try:
-            (state, *_) = self._follow(bind(node, self._states))
+            (state, *_) = self._follow(RuleCall(node, self._states))
         except Mixed as error:
             why = error.why if error.why.startswith("its part") else f"its part {func}: {error.why}"
             raise Mixed(why, error.remedy) from error

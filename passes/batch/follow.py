@@ -14,7 +14,7 @@ from fxpipe.capture import Capture
 from fxpipe.capture.backwards import OWN_GRADIENT
 from fxpipe.capture.reach import reached
 from passes.batch import composite, sums
-from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, bind, splits
+from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, splits
 from passes.batch.own_gradients import follow_gradient
 from passes.batch.rules import pointwise
 from passes.batch.table import RULES
@@ -73,7 +73,7 @@ class Follow:
         if node.op == "placeholder":
             return self._placeholder(node)
         try:
-            results = _results(bind(node, self.states))
+            results = _results(RuleCall(node, self.states))
         except Mixed:
             if node in self.depends or not on_tensors(node):
                 raise

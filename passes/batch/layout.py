@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.sizes import expression
-from passes.operations import bound_arguments, operation_name
+from passes.operations import BoundCall
 
 _BATCH = sympy.Symbol("B", integer=True, positive=True)
 
@@ -73,17 +73,10 @@ class Mixed(Exception):
 
 
 @dataclass(frozen=True)
-class RuleCall:
-    """One call_function node: its arguments by schema name, and the state of each operand."""
+class RuleCall(BoundCall):
+    """A call, and the state of each operand."""
 
-    node: fx.Node
-    arguments: Mapping[str, Any]
     states: Mapping[fx.Node, Result]
-
-    @property
-    def name(self) -> str:
-        """The operation's name without its overload; in-place ones as their functional form."""
-        return operation_name(self.node.target)
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -131,11 +124,6 @@ def _depends(value: Any) -> bool:
         return any(_depends(item) for item in value)
     symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
     return symbolic and bool(value.node.expr.free_symbols)
-
-
-def bind(node: fx.Node, states: Mapping[fx.Node, Result]) -> RuleCall:
-    """A node's call with its arguments under their schema names, defaults included."""
-    return RuleCall(node, bound_arguments(node), states)
 
 
 @cache

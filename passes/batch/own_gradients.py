@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.backwards import GRAPHS
-from passes.batch.layout import Mixed, Result, RuleCall, State, bind
+from passes.batch.layout import Mixed, Result, RuleCall, State
 from passes.operations import CASTS, operation_name
 
 Follow = Callable[[RuleCall], list[Result]]
@@ -35,7 +35,7 @@ def follow_gradient(call: RuleCall, follow: Follow) -> list[Result]:
         if node.op == "placeholder":
             found[node] = next(given)
         elif node.op == "call_function":
-            found[node] = _first(name, bind(node, found), follow)
+            found[node] = _first(name, RuleCall(node, found), follow)
             _require_as_precise(name, node, found[node], inputs)
     (output,) = graph.find_nodes(op="output")
     for node, gradient in zip(inputs, output.args[0], strict=True):

@@ -14,7 +14,7 @@ from torch import fx
 
 from fxpipe.capture import private
 from fxpipe.capture.sizes import is_symbolic
-from passes.batch.layout import RuleCall, bind
+from passes.batch.layout import RuleCall
 
 aten = torch.ops.aten
 _SUM, _MEAN = 2, 1
@@ -25,7 +25,7 @@ _CLASS_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 def prepare(graph: fx.Graph, depends: set[fx.Node]) -> None:
     """The rewrites that need no layout; `depends` are the nodes that depend on a parameter."""
     for node in [n for n in graph.nodes if n.op == "call_function"]:
-        call = bind(node, {})
+        call = RuleCall(node, {})
         if call.name == "squeeze":
             _squeeze_named(graph, node)
         elif call.name in _FILLED and node.args[0] in depends:
@@ -106,7 +106,7 @@ def scale_terms(graph: fx.Graph, node: fx.Node, powers: Sequence[int], source: f
             scaled.append(term)
     node.args = (scaled, *node.args[1:]) if listed else (*scaled, *node.args[2:])
     if not listed:
-        node.target = getattr(aten, bind(node, {}).name).Tensor  # a scaled constant is a tensor
+        node.target = getattr(aten, RuleCall(node, {}).name).Tensor  # a scaled constant is a tensor
 
 
 def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:

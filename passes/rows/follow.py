@@ -57,7 +57,7 @@ class Walk:
                 self.states[node] = found.state
 
     def _visit(self, node: fx.Node) -> Found:
-        call = self.calls[node] = RowCall.of(node, self.states, self.units)
+        call = self.calls[node] = RowCall(node, self.states, self.units)
         if call.name == "getitem":
             state = self.states[node.args[0]]  # type: ignore[index]
             return Found(state[node.args[1]] if isinstance(state, tuple) else None)  # type: ignore[index]

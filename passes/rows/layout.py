@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from passes.operations import bound_arguments, operation_name
+from passes.operations import BoundCall
 
 Slot = tuple[str, int | None]
 """An operand by its argument's name, and its place where that is a list."""
@@ -123,21 +123,11 @@ class NeedRows(Exception):
 
 
 @dataclass(frozen=True)
-class RowCall:
-    """One call_function node: its arguments by schema name, and where the rows lie in each operand."""
+class RowCall(BoundCall):
+    """A call, and where the rows lie in each operand."""
 
-    node: fx.Node
-    arguments: Mapping[str, Any]
     states: Mapping[fx.Node, Result]
     units: Units
-
-    @staticmethod
-    def of(node: fx.Node, states: Mapping[fx.Node, Result], units: Units) -> "RowCall":
-        return RowCall(node, bound_arguments(node), states, units)
-
-    @cached_property
-    def name(self) -> str:
-        return operation_name(self.node.target)
 
     @cached_property
     def operands(self) -> dict[Slot, fx.Node]:

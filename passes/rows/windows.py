@@ -127,7 +127,7 @@ def padded(call: RowCall) -> Found:
     above, below = pad[place : place + 2]
     if min(above, below) < 0:
         raise NoRule("it takes some of the rows")
-    readers = [RowCall.of(user, call.states, call.units) for user in call.node.users]
+    readers = [RowCall(user, call.states, call.units) for user in call.node.users]
     readers = [reader for reader in readers if reader.name not in FACTORIES]
     zeros = call.arguments.get("value") in (None, 0)
     without = {"pad": [*pad[:place], 0, 0, *pad[place + 2 :]]}
