@@ -25,7 +25,7 @@ from passes.costs.call_trace import Kernel
 from passes.costs.frozen_layers import FrozenLayers
 from passes.costs.local import owners_reading, with_local
 from passes.costs.operations import Operations
-from passes.costs.unit_trace import UnitTrace, unit_trace
+from passes.costs.unit_trace import Tracer, UnitTrace
 
 Ints = NDArray[np.int64]
 
@@ -221,7 +221,7 @@ class StageBytes:
             if self.capture.result.name in own:
                 returns.append(self.capture.result.name)
             returns += [sink.name for sink in self.capture.outputs.values() if sink.name in own]
-            self._known[key] = UnitBytes(unit_trace(self._operations[one_sample], nodes, returns, runs, local))
+            self._known[key] = UnitBytes(Tracer(self._operations[one_sample], nodes, returns, runs, local).trace())
         return self._known[key]
 
     def _is_read(self, node: fx.Node, own: set[str]) -> bool:

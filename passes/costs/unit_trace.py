@@ -49,13 +49,7 @@ class UnitTrace:
         return len(self.lines) - 1
 
 
-def unit_trace(
-    operations: Operations,
-    nodes: Sequence[fx.Node],
-    returns: Sequence[str],
-    runs: Sequence[Collection[str]],
-    local: Collection[str],
-) -> UnitTrace:
+class Tracer:
     """The kernels of these nodes, in the order of the graph.
 
     Args:
@@ -63,10 +57,7 @@ def unit_trace(
         runs: nodes that the backward computes again, by name.
         local: nodes that no block owns.
     """
-    return _Builder(operations, nodes, returns, runs, local).build()
 
-
-class _Builder:
     def __init__(
         self,
         operations: Operations,
@@ -88,7 +79,7 @@ class _Builder:
         self._runs: list[int | None] = []  # of every kernel of the backward
         self._gradients: dict[Place, Made] = {}
 
-    def build(self) -> UnitTrace:
+    def trace(self) -> UnitTrace:
         for node in self._nodes:
             self._forward(node)
         self._return()

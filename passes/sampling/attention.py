@@ -55,15 +55,9 @@ def layers(plan: RowPlan) -> list[fx.Node]:
 
 
 def alike(plan: RowPlan, node: fx.Node) -> object:
-    """The same of layers that do the same: shapes, types and rows of all operands, and numbers."""
-    told: list[object] = []
-    for value in bound_arguments(node).values():
-        if isinstance(value, fx.Node):
-            told.append((tuple(value.meta["val"].shape), value.meta["val"].dtype, plan.state(value)))
-        else:
-            told.append(value)
-    operands = bound_arguments(node)["query"], bound_arguments(node)["key"], bound_arguments(node)["value"]
-    return (*told, len({*operands}))
+    """The same of layers that do the same."""
+    a = bound_arguments(node)
+    return plan.kinds[node.name], len({a["query"], a["key"], a["value"]})
 
 
 def why_not(plan: RowPlan, node: fx.Node, kind: Kind, patches: Sequence[Patch]) -> str | None:
