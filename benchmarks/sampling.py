@@ -7,10 +7,10 @@
 
 A U-Net and a DiT whose step on two samples, as with and without a prompt, takes a core a third of a second and more.
 Links are throttled by tc between network namespaces, which needs root; elsewhere only "none", the wire as it is, is
-measured. Every rank compiles every way once. Then on every wire rounds of all ways take turns, since a machine's speed
-drifts; what is shown are medians over the steps, of displaced ones over those that follow others. They are predicted
-from the programs' operations, each timed by all ranks at once, scaled so that the program of one rank takes what it
-took, and the measured link.
+measured. Every way is compiled for every wire, as that was measured. Then rounds of all ways take turns, since a
+machine's speed drifts; what is shown are medians over the steps, of displaced ones over those that follow others. They
+are predicted from the programs' operations, each timed by all ranks at once, scaled so that the program of one rank
+takes what it took, and the measured link.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist  # noqa: TID251 (links are measured on it)
 from diffusers import DiTTransformer2DModel, UNet2DConditionModel
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +35,6 @@ from cost_models.timed import Timed
 from fxpipe.analysis import shared_cost_model
 from fxpipe.cluster import Cluster
 from fxpipe.plan.block_graph import human_bytes
-from fxpipe.run.launch import join
 from fxpipe.simulate import timeline
 from fxpipe.simulate.op_lists import StepOps
 
@@ -103,59 +103,62 @@ def measure(options: argparse.Namespace) -> None:
     table = Table(title=f"a step on {options.ranks} ranks, median seconds", title_justify="left")
     for column in ("model", "wire", "way", "measured", "of one device", "predicted", "error", "a rank receives"):
         table.add_column(column, justify="left" if column in ("model", "wire", "way") else "right")
-    join(options.ranks)
+    dist.init_process_group("gloo")
     measured = Timed("cpu", shared_cost_model("measured", options.ranks))
     compared = [Compared(name, options.ranks, options.tiny, measured) for name in options.models]
     for rate in wires(options.rates, console.print):
-        found = measured_cluster(rank, options.ranks, LARGE if rate == "none" else 1 << 20)
+        found = [measured_cluster(rank, options.ranks, LARGE if rate == "none" else 1 << 20)]
+        dist.broadcast_object_list(found)
+        assert found[0] is not None, "rank 0 measures"
         for one in compared:
-            for row in one.rows(options.rounds, found):
+            for row in one.rows(options.rounds, found[0]):
                 table.add_row(one.name, rate, *row)
             table.add_section()
     console.print(table)
     for one in compared:
-        one.close()
+        one.alone.close()
+    dist.destroy_process_group()
 
 
 class Compared:
     """All ways of one model."""
 
     def __init__(self, name: str, ranks: int, tiny: bool, costs: Timed) -> None:
-        self.name = name
+        self.name, self.ranks, self.costs = name, ranks, costs
         self.model, self.example = MODELS[name](tiny)
-        how: dict[str, Any] = {"example": self.example, "cost_model": "measured", "cfg": 1}
-        self.alone = fxpipe.compile_sampler(self.model, 1, **how)
-        self.samplers = {
-            way: fxpipe.compile_sampler(self.model, ranks, **how, **given) for way, given in ways(ranks).items()
-        }
-        counts = (BEFORE, BEFORE + 1)
-        self.ops = {
-            way: [sampler.denoiser.lowering.ops(sampler.step, count, costs) for count in counts]
-            for way, sampler in self.samplers.items()
-        }
+        self.alone = self.compiled(1)
         self.predicted_alone = self.alone.simulate(cost_model=costs).makespan_seconds
 
-    def rows(self, rounds: int, cluster: Cluster | None) -> Iterator[list[str]]:
-        """Of the table, on one wire; `cluster` is what it was measured to be, None where another rank knows."""
-        taken: dict[str, list[float]] = {way: [] for way in ("one device", "program of one", *self.samplers)}
+    def compiled(self, ranks: int, **given: Any) -> fxpipe.Sampler:
+        """So many ranks' sampler, as is asked for."""
+        return fxpipe.compile_sampler(self.model, ranks, example=self.example, cost_model="measured", cfg=1, **given)
+
+    def rows(self, rounds: int, cluster: Cluster) -> Iterator[list[str]]:
+        """Of the table, on the wire of this cluster."""
+        samplers = {way: self.compiled(self.ranks, cluster=cluster, **given) for way, given in ways(self.ranks).items()}
+        taken: dict[str, list[float]] = {way: [] for way in ("one device", "program of one", *samplers)}
         for _ in range(rounds):
             taken["one device"] += eager_seconds(self.model, self.example)
             taken["program of one"] += step_seconds(self.alone, self.example)
-            for way, sampler in self.samplers.items():
+            for way, sampler in samplers.items():
                 taken[way] += step_seconds(sampler, self.example)
         seconds = {way: statistics.median(of_way) for way, of_way in taken.items()}
         scale = seconds["program of one"] / self.predicted_alone
         for way, measured in seconds.items():
             row = [way, f"{measured:.3f}", f"{seconds['one device'] / measured:.2f}x"]
-            if cluster is not None and way in self.samplers:
-                before, after = (makespan(steps, scale, cluster) for steps in self.ops[way])
-                predicted = after - before
-                row += [f"{predicted:.3f}", f"{predicted / measured - 1:+.1%}", most_received(self.samplers[way])]
+            if way in samplers:
+                predicted = self.predicted(samplers[way], scale, cluster)
+                row += [f"{predicted:.3f}", f"{predicted / measured - 1:+.1%}", most_received(samplers[way])]
             yield row
-
-    def close(self) -> None:
-        for sampler in self.samplers.values():
+        for sampler in samplers.values():
             sampler.close()
+
+    def predicted(self, sampler: fxpipe.Sampler, scale: float, cluster: Cluster) -> float:
+        """Seconds of a step after others."""
+        counts = (BEFORE, BEFORE + 1)
+        ops = [sampler.denoiser.lowering.ops(sampler.step, count, self.costs) for count in counts]
+        before, after = (makespan(steps, scale, cluster) for steps in ops)
+        return after - before
 
 
 def makespan(steps: StepOps, scale: float, cluster: Cluster) -> float:
