@@ -159,6 +159,10 @@ def test_operations_are_exact(name: str) -> None:
     assert program.capture.batch
 
 
+def one_row(m: nn.Module, h: Tensor, y: Tensor) -> Tensor:
+    return F.affine_grid(h.view(-1, 2, 2, 3)[:, 0], [h.shape[0], 1, 1, 2], False).flatten(1)
+
+
 REFUSED: dict[str, tuple[Body, Callable[[], nn.Module], str]] = {
     "bags": (
         lambda m, h, y: m(ids(y)) + h,
@@ -175,6 +179,7 @@ REFUSED: dict[str, tuple[Body, Callable[[], nn.Module], str]] = {
         lambda: nn.Embedding(4, 12, sparse=True),
         r"module m: aten.embedding.*sparse=True.*sparse=False",
     ),
+    "a grid of one row": (one_row, nn.Identity, r"aten.affine_grid_generator.*no rule says whether it keeps"),
     "rates of each sample": (
         lambda m, h, y: h * torch.poisson(y.abs()),
         nn.Identity,
@@ -193,6 +198,11 @@ def test_operations_that_are_refused(name: str) -> None:
     body, make, says = REFUSED[name]
     with pytest.raises((CompileError, fxpipe.errors.CaptureError), match=says):
         fxpipe.compile(Operation(body, make), 2, example_inputs=batch(), microbatches=2)
+
+
+def test_what_torch_runs_on_values_alone_is_told_as_such() -> None:
+    with pytest.raises(CompileError, match=r"does not run it, or its gradient, .*without values"):
+        fxpipe.compile(Operation(one_row, nn.Identity), 2, example_inputs=batch(), microbatches=1)
 
 
 class ComplexChain(nn.Module):

@@ -32,7 +32,7 @@ def follow_parts(call: RuleCall, follow: Follow) -> list[Result]:
     try:
         with private.quiet(), mode.shape_env.suppress_guards(), parts:
             result = parts.run(call.node.target, *values)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # no fake form at this level
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:  # no fake form here, or tensors of its own
         raise no_rule("it") from error
     return [parts.state_of(result)]
 

@@ -4,8 +4,9 @@ import torch
 from torch import fx
 
 from fxpipe.capture import Capture
-from fxpipe.capture.private import tensors_in
+from fxpipe.capture.private import tensors_in, where
 from fxpipe.costs.calls import Call, Gradient, call_of, in_a_row, operand_nodes
+from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import bytes_at
 from fxpipe.remembered import remembered
 from passes.costs.call_trace import CallTrace, Line, call_trace, gradient_paths
@@ -45,7 +46,14 @@ class Operations:
     def trace(self, node: fx.Node, arrived: frozenset[int]) -> CallTrace:
         """Of an operation; the operands in `arrived` come from other units, and so lie in a row."""
         call = in_a_row(_call(node), arrived)
-        return call_trace(call, node.meta.get("autocast"), self.num_samples, self._device)
+        try:
+            return call_trace(call, node.meta.get("autocast"), self.num_samples, self._device)
+        except RuntimeError as error:
+            why = next(iter(str(error).splitlines()), "")
+            raise CompileError(
+                f"{where(node)}: {node.target}: torch does not run it, or its gradient, on tensors without values: "
+                f"{why}; write it with other operations"
+            ) from error
 
     def gradient_paths(self, node: fx.Node) -> tuple[frozenset[int], ...]:
         """Of every tensor of an operation, the operands that its gradient gets to."""
