@@ -24,7 +24,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.options import held_cost_model
-from fxpipe.plan.block_graph import BlockGraph, human_bytes
+from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.explanation import Explanation
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.rank_program import Traffic
@@ -414,10 +414,8 @@ class Program:
         return write_report(self.whole, path, memory_limit_bytes=memory_limit_bytes)
 
     def __str__(self) -> str:
-        traffic = self.traffic()
-        moved = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in traffic.kinds.items() if size)
         others = list(self.shapes.programs)[1:] if self.shapes is not None else []
-        lines = [str(self.capture), self.plan.summary(), f"traffic per step: {moved or 'none'}"]
+        lines = [str(self.capture), self.plan.summary(), f"traffic per step: {self.traffic().moved}"]
         return "\n".join(lines + [f"also for batches of {shapes}" for shapes in others])
 
     def _shown(self, name: str) -> str:

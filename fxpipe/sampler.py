@@ -20,7 +20,6 @@ from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.models.pipelines import own_schedulers, recorded_call, shell, with_components, with_submodule
 from fxpipe.options import check_counts, held_cost_model
-from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.rank_program import Traffic
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_plan import SamplePlan
@@ -355,19 +354,7 @@ class Sampler:
         self.ranks.close()
 
     def __str__(self) -> str:
-        step = self.step
-        lines = [
-            str(self.capture),
-            self.plan.summary(),
-            *(
-                f"traffic of a {form} step: {self._moved(form)}"
-                for form in ("fresh", "displaced")
-                if form in step.forms
-            ),
-            *(f"note: {one.whole}" for one in [self.decoder] if one is not None and one.whole),
-        ]
-        return "\n".join(lines)
-
-    def _moved(self, form: str) -> str:
-        kinds = {kind: size for kind, size in self.traffic(form).kinds.items() if size}
-        return ", ".join(f"{kind} {human_bytes(size)}" for kind, size in kinds.items()) or "none"
+        forms = [form for form in ("fresh", "displaced") if form in self.step.forms]
+        moved = (f"traffic of a {form} step: {self.traffic(form).moved}" for form in forms)
+        whole = (f"note: {one.whole}" for one in [self.decoder] if one is not None and one.whole)
+        return "\n".join([str(self.capture), self.plan.summary(), *moved, *whole])

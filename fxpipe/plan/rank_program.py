@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from fxpipe.plan import ops
 from fxpipe.plan.actions import Action
+from fxpipe.plan.block_graph import human_bytes
 
 KINDS = (
     "main", "skip", "conditioning", "gradient", "loss", "halo", "gather", "ulysses", "ring", "moments", "sum",
@@ -225,6 +226,11 @@ class Traffic:
     @property
     def total_bytes(self) -> int:
         return sum(m.num_bytes for m in self.messages)
+
+    @property
+    def moved(self) -> str:
+        """In words, by kind."""
+        return ", ".join(f"{kind} {human_bytes(size)}" for kind, size in self.kinds.items() if size) or "none"
 
     def by_channel_and_kind(self) -> dict[tuple[int, int], dict[str, int]]:
         rows: dict[tuple[int, int], dict[str, int]] = {}

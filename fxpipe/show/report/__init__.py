@@ -1,9 +1,11 @@
 """The report: one HTML page that needs no network, for people who look at a plan before they run it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from fxpipe.sampler import Sampler
 
 TEMPLATE = Path(__file__).parent / "template.html"
+Tile = tuple[str, str, str]
+"""Name, number, what to compare it with."""
 
 
 def write_report(program: "Program", path: str | Path, memory_limit_bytes: int | None) -> Path:
@@ -69,15 +73,8 @@ def page_data(program: "Program", memory_limit_bytes: int | None) -> dict[str, A
         drawn["filled"] = figures.timeline_figure(filled, components)
     if any(o.seconds is not None for o in program.plan.outcomes):
         drawn["frontier"] = figures.frontier_figure(program.plan.outcomes, memory_limit_bytes)
-    return {
-        "title": type(program.model).__name__,
-        "tiles": _tiles(program, timeline, filled, memory_limit_bytes),
-        "figures": json.dumps(drawn).replace("</", "<\\/"),
-        "names": list(drawn),
-        "plan": _without_notes(program.plan.summary()),
-        "notes": list(program.plan.notes),
-        "schedule": program.schedule.text(),
-    }
+    tiles = _tiles(program, timeline, filled, memory_limit_bytes)
+    return _page(program, program.model, program.plan.notes, tiles, drawn)
 
 
 def sample_data(sampler: "Sampler", steps: int, quality: Quality | None) -> dict[str, Any]:
@@ -98,25 +95,24 @@ def sample_data(sampler: "Sampler", steps: int, quality: Quality | None) -> dict
         ("traffic", human_bytes(sampler.traffic(form).total_bytes), f"of a {form} step"),
         ("peak memory", human_bytes(peak), f"on rank {timeline.peak_bytes.index(peak)}"),
     ]
+    return _page(sampler, sampler.denoiser.module, sampler.notes, tiles, drawn)
+
+
+def _page(
+    made: "Program | Sampler", model: nn.Module, notes: Sequence[str], tiles: list[Tile], drawn: dict[str, Any]
+) -> dict[str, Any]:
     return {
-        "title": type(sampler.denoiser.module).__name__,
+        "title": type(model).__name__,
         "tiles": tiles,
         "figures": json.dumps(drawn).replace("</", "<\\/"),
         "names": list(drawn),
-        "plan": _without_notes(sampler.plan.summary()),
-        "notes": list(sampler.notes),
-        "schedule": sampler.schedule.text(),
+        "plan": "\n".join(line for line in made.plan.summary().splitlines() if not line.startswith("  note: ")),
+        "notes": list(notes),
+        "schedule": made.schedule.text(),
     }
 
 
-def _without_notes(summary: str) -> str:
-    return "\n".join(line for line in summary.splitlines() if not line.startswith("  note: "))
-
-
-def _tiles(
-    program: "Program", first: Timeline, filled: Timeline | None, limit: int | None
-) -> list[tuple[str, str, str]]:
-    """(name, number, what to compare it with)."""
+def _tiles(program: "Program", first: Timeline, filled: Timeline | None, limit: int | None) -> list[Tile]:
     timeline, traffic = filled or first, program.traffic()
     unfilled = "" if filled is None else f"{human_seconds(first.makespan_seconds)} with the frozen work first"
     peak = max(timeline.peak_bytes)
