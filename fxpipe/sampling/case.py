@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxpipe.capture import Capture
 from fxpipe.capture.fingerprint import graph_fingerprint
 from fxpipe.capture.reach import reached
 from fxpipe.cluster import Cluster
@@ -51,14 +50,14 @@ def _once(method: Callable[["SampleCase", *Ts], T]) -> Callable[["SampleCase", *
     return known
 
 
-def _of_all_sizes(method: Callable[["SampleCase", int], T]) -> Callable[["SampleCase", int], T]:
+def _of_all_sizes(method: Callable[["SampleCase", *Ts], T]) -> Callable[["SampleCase", *Ts], T]:
     """What a method finds of one number of samples holds for all, and at every size of the image."""
 
     @wraps(method)
-    def known(case: "SampleCase", num_samples: int) -> T:
+    def known(case: "SampleCase", *args: *Ts) -> T:
         of_all = case.traced.of_all_sizes
         if method.__name__ not in of_all:
-            of_all[method.__name__] = method(case, num_samples)
+            of_all[method.__name__] = method(case, *args)
         found: T = of_all[method.__name__]
         return found
 
@@ -96,13 +95,15 @@ class SampleCase:
         """By the number of samples of each span."""
         return {size: self.rows(size) for size in dict.fromkeys(stop - start for start, stop in spans)}
 
-    @cached_property
+    @property
+    @_of_all_sizes
     def dependent(self) -> CompileError | None:
         """Why its samples cannot be computed apart, if they cannot."""
-        if "dependent" not in self.traced.of_all_sizes:
-            self.traced.of_all_sizes["dependent"] = _dependent(self.traced.captured)
-        found: CompileError | None = self.traced.of_all_sizes["dependent"]
-        return found
+        try:
+            require_independent(self.traced.captured)
+        except CompileError as error:
+            return error
+        return None
 
     def require_apart(self, groups: int) -> None:
         """Refuse groups of samples that need each other."""
@@ -346,11 +347,3 @@ def _of_turn(plan: RowPlan, patches: Sequence[Patch], turn: int, turns: int) -> 
     bands = patches_of(plan, [patches[0].first, *(patch.stop for patch in patches[turns - 1 :: turns])])
     now = [replace(patch, index=place) for place, patch in enumerate(patches[turn::turns])]
     return [[one if band.index == one.index else band for band in bands] for one in now] if len(now) > 1 else ()
-
-
-def _dependent(captured: Capture) -> CompileError | None:
-    try:
-        require_independent(captured)
-    except CompileError as error:
-        return error
-    return None

@@ -48,8 +48,7 @@ def filled(
     """
     actions, fills = list(training.schedule.ranks), dict[FillProblem, Fill]()
     for ranks, samples in groups(staged, sizes, training.schedule):
-        place = {rank: position for position, rank in enumerate(ranks)}
-        able = tuple(tuple(sorted(place[rank] for rank in of if rank in place)) for of in staged.frozen_ranks)
+        able = staged.frozen_places({rank: place for place, rank in enumerate(ranks)})
         components = layers.components(len(samples), room_bytes, whole, able)
         problem = FillProblem(training.seconds, tuple(training.idle[r] for r in ranks), components, len(samples))
         if problem not in fills:  # of equal pipelines once

@@ -71,11 +71,17 @@ def require_possible(request: Request) -> None:
         )
     automatic = tuple(name for name, policy in POLICIES.items() if policy.automatic)
     if not any(True for _ in _ways(request, automatic if request.is_open else (request.schedule,))):
-        raise CompileError(
-            f"no way to use world_size={request.world_size} with data_parallel={request.data_parallel}, "
-            f"stages={request.stages}, microbatches={request.microbatches}, {request.batch_size} samples; leave some "
-            "open"
-        )
+        raise no_way(request)
+
+
+def no_way(request: Request) -> CompileError:
+    """Counts do not fit each other."""
+    alike = f", where shard={request.shard!r} gives every replica as many micro-batches" * trains_alike(request.shard)
+    return CompileError(
+        f"no way to use world_size={request.world_size} with data_parallel={request.data_parallel}, "
+        f"stages={request.stages}, microbatches={request.microbatches}, {request.batch_size} samples{alike}; leave "
+        "some open"
+    )
 
 
 def _forms(case: Case, request: Request) -> tuple[bool, ...]:

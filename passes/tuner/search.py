@@ -11,8 +11,7 @@ from itertools import count
 
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import human_bytes
-from fxpipe.plan.staged import trains_alike
-from passes.tuner.candidates import Candidate
+from passes.tuner.candidates import Candidate, no_way
 from passes.tuner.trial import Trial
 from passes.tuner.trials import Trials
 
@@ -113,12 +112,7 @@ def _told(trial: Trial, best: Trial, limit_bytes: int | None) -> Trial:
 def _nothing_fits(lost: list[Trial], trials: Trials) -> CompileError:
     request, limit = trials.request, trials.case.limit_bytes
     if not lost:
-        return CompileError(
-            f"no way to use world_size={request.world_size} with data_parallel={request.data_parallel}, "
-            f"stages={request.stages}, microbatches={request.microbatches}, {request.batch_size} samples"
-            + f", where shard={request.shard!r} gives every replica as many micro-batches" * trains_alike(request.shard)
-            + "; leave some open"
-        )
+        return no_way(request)
     least = min(lost, key=lambda trial: trial.needs or 0)
     return NothingFits(
         f"no plan fits into memory_limit={human_bytes(limit or 0)} per rank: the least tried needs "
