@@ -27,6 +27,7 @@ from fxpipe.plan.rank_program import Gathering, Message, RankProgram, Reduction
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.frozen import FrozenWork
 from passes.lowering.layout import (
+    Exchanged,
     Layout,
     closing,
     later_turns,
@@ -149,11 +150,9 @@ class _Form:
         reductions += (*later_turns(reductions, planned, first + len(gatherings)),)
         of_rank = {rank: RankTurns.within(all_turns, rank, *order) for rank, order in orders}
         mail = sorted_mail(messages, range(len(self.schedule.ranks)) if wanted is None else wanted)
-        programs = tuple(
-            self._program(rank, mine, tied, reductions, frozen, gatherings, of_rank.get(rank))
-            for rank, mine in mail.items()
-        )
-        order = moments(self.schedule, self._work(), self.layout, messages, reductions, tied, gatherings, of_rank)
+        exchanged = Exchanged(tied, reductions, gatherings, of_rank)
+        programs = tuple(self._program(rank, mine, exchanged, frozen) for rank, mine in mail.items())
+        order = moments(self.schedule, self._work(), self.layout, messages, exchanged)
         sends = SendOrder.of(messages, by_arrival(order))
         require_programs(programs, messages, sends.positions, [*reductions, *gatherings])
         return Lowered(programs, messages, reductions, sends, gatherings=gatherings)
@@ -187,16 +186,7 @@ class _Form:
             messages.append(Message(len(messages), rank, dst, None, name, -1, kind, tuple(like.shape), like.dtype))
         return tuple(messages)
 
-    def _program(
-        self,
-        rank: int,
-        mail: Mail,
-        tied: Sequence[TiedGradient],
-        reductions: Sequence[Reduction],
-        frozen: FrozenWork | None,
-        gatherings: Sequence[Gathering],
-        of_rank: RankTurns | None,
-    ) -> RankProgram:
+    def _program(self, rank: int, mail: Mail, exchanged: Exchanged, frozen: FrozenWork | None) -> RankProgram:
         step, actions = self.step, self.schedule.ranks[rank]
         units = {(a.kind, a.stage) for a in actions if a.kind in "FT" and not a.is_piece}
         inputs = step.inputs_for({name for key in units for name in step.unit(key).reads})
@@ -208,4 +198,4 @@ class _Form:
             nexts = step.inputs_for({name for piece in works.ahead.pieces[rank] for name in works.reads(piece)})
         scaled = self.trains and step.has_half_gradients
         writer = RankWriter(rank, self.layout, step, mail, inputs, nexts, carried, scaled)
-        return ProgramWriter(writer, tied, reductions, works, gatherings, of_rank).write(actions, self.trains)
+        return ProgramWriter(writer, exchanged, works).write(actions, self.trains)

@@ -16,7 +16,7 @@ from fxpipe.plan.schedule import Schedule
 from passes.lowering.borders import Border
 from passes.lowering.units import Unit, Value
 from passes.step_ops.exchange import TiedGradient, closing_sends
-from passes.step_ops.turns import Turn
+from passes.step_ops.turns import RankTurns, Turn
 
 Key = tuple[str, int]
 
@@ -78,6 +78,17 @@ class Layout:
         """The ranks that make some micro-batch's loss; the first adds them up."""
         unit = self.producer[self.loss]
         return tuple(dict.fromkeys(self.rank_of[unit, m] for m in range(len(self.sizes))))
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What ranks exchange beside what actions send: gradients of tied parameters, sums over replicas, and parameters
+    that these share out, gathered in `turns`, by rank."""
+
+    tied: Sequence[TiedGradient]
+    reductions: Sequence[Reduction]
+    gatherings: Sequence[Gathering]
+    turns: Mapping[int, RankTurns]
 
 
 def plan_gatherings(

@@ -16,10 +16,9 @@ from itertools import pairwise
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.execution import execution_order
-from fxpipe.plan.rank_program import Gathering, Message, Reduction
+from fxpipe.plan.rank_program import Message, Reduction
 from fxpipe.plan.schedule import Schedule
-from passes.lowering.layout import Layout, closing
-from passes.step_ops.exchange import TiedGradient
+from passes.lowering.layout import Exchanged, Layout, closing
 from passes.step_ops.sharding import sums_in_turn
 from passes.step_ops.turns import RankTurns
 
@@ -28,24 +27,14 @@ Moments = Mapping[tuple[int, int], int]
 
 
 def moments(
-    schedule: Schedule,
-    work: Work,
-    layout: Layout,
-    messages: Sequence[Message],
-    reductions: Sequence[Reduction],
-    tied: Sequence[TiedGradient],
-    gatherings: Sequence[Gathering] = (),
-    turns: Mapping[int, RankTurns] | None = None,
+    schedule: Schedule, work: Work, layout: Layout, messages: Sequence[Message], exchanged: Exchanged
 ) -> Moments:
     """When every message is sent, and every rank starts a reduction or to gather parameters.
-
-    Args:
-        turns: of every rank, those that gather.
 
     Raises:
         ScheduleError: the ranks wait for each other; `schedule_check` says where.
     """
-    turns = turns or {}
+    reductions, gatherings, turns = exchanged.reductions, exchanged.gatherings, exchanged.turns
     starts = _starts(schedule, turns)
     together = _one_by_one(schedule, [r for r in reductions if r.owners]) if sums_in_turn(layout.summing) else {}
     for of_rank in turns.values():
@@ -72,7 +61,7 @@ def moments(
             found[gathering.edge, rank] = max([0 if action is None else of_action[action], *waited]) + 1
         arrived[turn] = max(found[gathering.edge, rank] for rank in gathering.ranks)
     last = {(m.src, m.dst, m.value, m.kind): m.edge for m in messages if m.action is None}
-    closes = closing(layout, tied) if last else ()
+    closes = closing(layout, exchanged.tied) if last else ()
     for moment, (src, dst, value, kind) in enumerate(closes, start=between * (1 + len(of_action))):
         found[last[src, dst, value, kind], src] = moment
     return found

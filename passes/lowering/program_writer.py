@@ -19,13 +19,13 @@ from fxpipe.capture.reach import reached
 from fxpipe.plan import ops
 from fxpipe.plan.actions import Action
 from fxpipe.plan.outputs import WHOLE, Output
-from fxpipe.plan.rank_program import Gathering, RankProgram, Reduction
+from fxpipe.plan.rank_program import RankProgram, Reduction
 from passes.lowering.borders import Border
 from passes.lowering.frozen import FrozenWork, FrozenWriter
+from passes.lowering.layout import Exchanged
 from passes.lowering.rank_writer import RankWriter, carried_name, name_at, shape_only
 from passes.lowering.step_graphs import Key
 from passes.lowering.units import Value
-from passes.step_ops.exchange import TiedGradient
 from passes.step_ops.sharding import sums_in_turn
 from passes.step_ops.turns import RankTurns, Turn
 
@@ -38,24 +38,16 @@ def graph_name(sizes: Sequence[int], border: Border, part: str) -> str:
 class ProgramWriter:
     """The dictionaries hold what exists at this point of the program. `frozen` is the next batch's frozen work."""
 
-    def __init__(
-        self,
-        writer: RankWriter,
-        tied: Sequence[TiedGradient],
-        reductions: Sequence[Reduction],
-        frozen: FrozenWork | None,
-        gatherings: Sequence[Gathering] = (),
-        turns: RankTurns | None = None,
-    ) -> None:
-        self.writer, self.layout, self.tied = writer, writer.layout, tied
+    def __init__(self, writer: RankWriter, exchanged: Exchanged, frozen: FrozenWork | None) -> None:
+        self.writer, self.layout, self.tied = writer, writer.layout, exchanged.tied
         self.weights = writer.step.loss_weights
-        self.reductions = {(reduction.stage, reduction.turn): reduction for reduction in reductions}
+        self.reductions = {(reduction.stage, reduction.turn): reduction for reduction in exchanged.reductions}
         self.reducing: dict[int, fx.Node] = {}  # by stage: sums over replicas that have been started
         self.sums: dict[int, fx.Node] = {}  # those that are there, of all turns so far
         self.rest: dict[int, tuple[tuple[str, ...], Any]] = {}  # by stage: gradients that replicas do not sum, by name
         self.refreshing: dict[int, fx.Node] = {}  # by stage: its parameters, on their way from who trains them
-        self.gatherings = {(gathering.ranks, gathering.turn): gathering for gathering in gatherings}
-        self.turns = turns or RankTurns({}, {}, {})
+        self.gatherings = {(gathering.ranks, gathering.turn): gathering for gathering in exchanged.gatherings}
+        self.turns = exchanged.turns.get(writer.rank, RankTurns({}, {}, {}))
         self.gathering: dict[int, fx.Node] = {}  # by turn: its stage's parameters, on their way, then here
         self.saved: dict[Action, fx.Node] = {}  # lists of saved or kept values, by the action that takes them
         self.totals: dict[int, tuple[tuple[str, ...], fx.Node]] = {}  # by stage: names, and weight gradients so far
