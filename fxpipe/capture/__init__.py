@@ -250,6 +250,10 @@ def _notes(exported: Exported) -> tuple[str, ...]:
     return (f"only batches of {size}, in one micro-batch: the graph holds for no other size, as {why}",)[: size > 1]
 
 
+_NAMES_OF_PROGRAMS = {"transport", "random", "carried", "loss_scale", "saved", "gathered_weights", "known_in_call"}
+"""What ranks' programs and their graphs are given beside a model's inputs; those of the next batch begin with next_."""
+
+
 def _name_placeholders(model: nn.Module, exported: Exported) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Give each placeholder its kind; returns state names by placeholder and lifted constants by placeholder."""
     tensors: dict[str, str] = {}
@@ -260,7 +264,9 @@ def _name_placeholders(model: nn.Module, exported: Exported) -> tuple[dict[str, 
     for node, spec in zip(exported.graph.find_nodes(op="placeholder"), specs, strict=True):
         if spec.kind is kinds.USER_INPUT:
             node.meta["kind"], node.meta["input"] = "input", next(names)
-            private.rename(node, "".join(c if c.isalnum() else "_" for c in node.meta["input"]))
+            name = "".join(c if c.isalnum() else "_" for c in node.meta["input"])
+            is_taken = name in _NAMES_OF_PROGRAMS or name.startswith("next_")
+            private.rename(node, f"input_{name}" if is_taken else name)
         elif spec.kind is kinds.CONSTANT_TENSOR:
             node.meta["kind"], node.meta["state"] = "constant", str(spec.target).removeprefix("model.")
             constant = program.constants[str(spec.target)]

@@ -99,8 +99,8 @@ def create_node(
 
 
 def rename(node: fx.Node, name: str) -> None:
-    """Give a node a readable, unique name."""
-    node._rename(name)
+    """Give a node a readable, unique name, as graphs spell those of their placeholders: a copy of it has the same."""
+    node._rename(name if name.islower() else fx.Graph().placeholder(name).name)
     if node.op == "placeholder":
         node.target = node.name
 
