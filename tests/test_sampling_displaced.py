@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from fxpipe.errors import CompileError, RunError
 from fxpipe.models.backbones import prediction_of
+from fxpipe.plan.sample_plan import Norms
 from fxpipe.plan.transport import Transport
 from fxpipe.plan.unroll import require_sequence
 from fxpipe.run.sampling import BoundProgram, LocalRun, SampleRun
 from fxpipe.run.transport import run_ranks
 from passes.sampling import buckets
-from passes.sampling.displaced import Norms
 from tests.denoisers import Case, small
 from tests.distributed import run_processes
 from tests.lockstep import Lockstep

@@ -10,7 +10,6 @@ earlier messages only before it sends: then no rank waits forever, whoever has l
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -81,8 +80,8 @@ def _piped(
     assert line is not None
     groups = [case.runs(*span) for span in plan.grid.spans(plan.num_samples)]
     rows = case.rows_of([run for runs in groups for run in runs])
-    norms: Any = plan.how.norms
-    piped = Piped(line, rows, groups, plan.bounds, plan.grid.patches, case.batched, norms, device, plan.watching)
+    given = plan.bounds, plan.grid.patches, case.batched, plan.how.norms, device, plan.watching
+    piped = Piped(line, rows, groups, *given)
     programs, messages = piped_programs(piped, ranks)
     require_sequence(programs, messages, ("fresh", "fresh", "displaced", "displaced", "displaced"))
     return programs, messages
@@ -117,8 +116,7 @@ def _alone(
         return programs, {"fresh": sent}
     patches, graphs = _cut(case, size, plan, ranks)
     if plan.how.mode == "displaced":
-        norms: Any = plan.how.norms
-        return displaced_programs(rows, patches, graphs, device, norms, plan.how.advance, plan.how.fresh)
+        return displaced_programs(rows, patches, graphs, device, plan.how)
     programs, sent = fresh_programs(rows, patches, graphs, device)
     return programs, {"fresh": sent}
 

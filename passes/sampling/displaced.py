@@ -20,7 +20,6 @@ from torch import fx
 
 from fxpipe.plan import displaced_ops, ops
 from fxpipe.plan.rank_program import Message
-from fxpipe.plan.sample_plan import Norms
 from passes.rows import RowPlan
 from passes.sampling.buckets import Key, key_of, leaving_last
 from passes.sampling.exchanges import Exchange
@@ -37,7 +36,7 @@ class Crossing:
 
     fresh: frozenset[Key]
     buckets: tuple[Message, ...]
-    norms: Norms
+    norms: str
     advanced: frozenset[Key]
 
     def of(self, exchange: Exchange) -> bool:

@@ -15,7 +15,7 @@ from fxpipe.capture.reach import reached
 from fxpipe.errors import CompileError
 from fxpipe.plan import row_ops
 from fxpipe.plan.rank_program import Message
-from fxpipe.plan.sample_plan import Norms
+from fxpipe.plan.sample_plan import How
 from fxpipe.plan.sample_program import SampleProgram
 from passes.rows import RowPlan
 from passes.sampling.advance import AdvancedWriter, AgainWriter, HistoryWriter
@@ -27,25 +27,21 @@ from passes.sampling.patches import Patch
 
 
 def displaced_programs(
-    plan: RowPlan, patches: Sequence[Patch], graphs: Mapping[int, fx.Graph], device: torch.device, norms: Norms,
-    advance: bool, asked_fresh: Collection[str] = (),
-) -> tuple[tuple[SampleProgram, ...], dict[str, tuple[Message, ...]]]:  # fmt: skip
+    plan: RowPlan, patches: Sequence[Patch], graphs: Mapping[int, fx.Graph], device: torch.device, how: How
+) -> tuple[tuple[SampleProgram, ...], dict[str, tuple[Message, ...]]]:
     """The programs of the patches that have graphs, on the rank of their number, with all forms; each form's messages
     in order of channels.
-
-    Args:
-        asked_fresh: exchanges that do not cross, though they may, as "kind value".
 
     Raises:
         CompileError: the prediction has entries of no row, or what is to be fresh is no exchange.
     """
     fresh, any_graph = messages_of(patches, graphs.values()), next(iter(graphs.values()))
-    kept = _fresh_exchanges(graphs.values(), fresh, norms) | _asked(any_graph, asked_fresh)
-    asked = [m for m in fresh if m.kind != "moments" or norms != "separate" or key_of(m) in kept]
+    kept = _fresh_exchanges(graphs.values(), fresh, how.norms) | _asked(any_graph, how.fresh)
+    asked = [m for m in fresh if m.kind != "moments" or how.norms != "separate" or key_of(m) in kept]
     displaced = displaced_messages(asked, kept)
     last = tuple(message for message in displaced if not message.crosses)
-    advanced = _advanced(any_graph, kept) if advance else frozenset()
-    crossing = Crossing(kept, tuple(message for message in displaced if message.crosses), norms, advanced)
+    advanced = _advanced(any_graph, kept) if how.advance else frozenset()
+    crossing = Crossing(kept, tuple(message for message in displaced if message.crosses), how.norms, advanced)
     messages = {"fresh": tuple(fresh), "displaced": displaced, "last": last}
     messages |= {"again": messages["fresh"]} if advanced else {}
     programs = []
@@ -80,7 +76,7 @@ def _advanced(graph: fx.Graph, fresh: Collection[Key]) -> frozenset[Key]:
     return frozenset(keys - set(fresh))
 
 
-def _fresh_exchanges(graphs: Collection[fx.Graph], messages: Sequence[Message], norms: Norms) -> frozenset[Key]:
+def _fresh_exchanges(graphs: Collection[fx.Graph], messages: Sequence[Message], norms: str) -> frozenset[Key]:
     """Those that never cross: what every patch predicts of, synchronised norms, and what needs no message at all."""
     fresh = {key for graph in graphs for key in _read_by_all(graph)}
     fresh |= {key_of(message) for message in messages if message.kind == "moments" and norms == "sync"}

@@ -19,7 +19,6 @@ from fxpipe.capture.reach import reached
 from fxpipe.plan import displaced_ops, ops, row_ops
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.row_ops import Stretch
-from fxpipe.plan.sample_plan import Norms
 from passes.operations import operation_name
 from passes.rows.layout import Rows
 from passes.sampling.cells import CellWriter
@@ -59,7 +58,7 @@ class LatestWriter(CellWriter):
     between ranks."""
 
     def __init__(
-        self, *args: Any, latest: Latest, stage: int, run: int, norms: Norms, turns: int,
+        self, *args: Any, latest: Latest, stage: int, run: int, norms: str, turns: int,
         wires: Sequence[tuple[Message, Message]],
     ) -> None:  # fmt: skip
         super().__init__(*args)

@@ -24,7 +24,6 @@ import torch
 from torch import fx
 
 from fxpipe.plan.rank_program import Message
-from fxpipe.plan.sample_plan import Norms
 from passes.rows import RowPlan
 from passes.sampling.cells import Cell, cells
 from passes.sampling.groups import Span
@@ -59,7 +58,7 @@ class Piped:
     bounds: Sequence[int]
     beside: int
     batched: Mapping[str, torch.Tensor]
-    norms: Norms
+    norms: str
     device: torch.device
     watching: int = 0
     _graphs: dict[tuple[int, int, Patch], fx.Graph] = field(default_factory=dict, init=False)
