@@ -1,5 +1,8 @@
 """The errors fxpipe raises for the person who must act: the values, the rule, what to change."""
 
+from contextvars import ContextVar
+from typing import ClassVar
+
 
 class FxpipeError(ValueError):
     """Base of every error a user can cause or mend."""
@@ -7,6 +10,14 @@ class FxpipeError(ValueError):
 
 class CaptureError(FxpipeError):
     """The model cannot be captured as one graph; names the module and the construct."""
+
+    noted: ClassVar[ContextVar[list[Exception] | None]] = ContextVar("noted", default=None)
+    """In a trace, all of them: of those that forward catches it goes another way than in a step."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if (noted := self.noted.get()) is not None:
+            noted.append(self)
 
 
 class ValuesError(CaptureError):

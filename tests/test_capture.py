@@ -690,6 +690,40 @@ def test_what_looks_like_a_refusal_and_is_none(middle: Middle) -> None:
 
 
 @pytest.mark.parametrize(
+    ("asks", "says"),
+    [
+        (lambda s, h, y: y.numpy(), r"reads the values of a tensor .* by .numpy"),
+        (lambda s, h, y: torch.equal(y, y), "decides by the value of a tensor"),
+        (lambda s, h, y: y.data_ptr(), "forward fails.*Cannot access data pointer"),
+        (lambda s, h, y: torch.nested.nested_tensor([*y]), "forward fails.*UnsupportedOperatorException"),
+        (lambda s, h, y: h.register_hook(lambda gradient: 2 * gradient), "a gradient hook on a tensor"),
+        (lambda s, h, y: torch.manual_seed(0), "forward calls manual_seed"),
+        (lambda s, h, y: torch.randn(4, generator=torch.Generator()), "a torch.Generator passed inside the model"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_a_trace_fails_at_is_refused_where_forward_catches_it(asks: Middle, says: str) -> None:
+    def caught(s: Step, h: Tensor, y: Tensor) -> Tensor:
+        try:
+            return h if asks(s, h, y) is None else 2 * h
+        except Exception:
+            return 3 * h
+
+    with pytest.raises(CaptureError, match=says):
+        captured(Step(caught), batch())
+
+
+def test_what_a_step_fails_at_too_may_be_caught() -> None:
+    def caught(s: Step, h: Tensor, y: Tensor) -> Tensor:
+        try:
+            return h.sum(7)
+        except IndexError:
+            return h.softmax(1)
+
+    exact(Step(caught), batch())
+
+
+@pytest.mark.parametrize(
     "asks",
     [
         lambda h: h.is_contiguous(),

@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from fxpipe.capture import private
 from fxpipe.errors import CaptureError
 
 Table = Mapping[Any, Callable[..., Any]]  # what runs instead of a function, given the function and its arguments
@@ -94,10 +95,11 @@ _FLAG = (
 
 class Calls(TorchFunctionMode):
     """Runs what the tables name for a function, and any other function as it is; refuses generators that no module
-    holds, which may be seeded anew in every call."""
+    holds, which may be seeded anew in every call. Errors that only a trace gives are noted, which forward may catch."""
 
-    def __init__(self, *tables: Table) -> None:
+    def __init__(self, *tables: Table, note_failure: Callable[[Exception], None] | None = None) -> None:
         super().__init__()
+        self._note_failure = note_failure
         self._table: dict[Any, Callable[..., Any]] = {}
         for table in tables:
             self._table |= table
@@ -106,17 +108,25 @@ class Calls(TorchFunctionMode):
         instead = self._table.get(func)
         if instead is None and (off := _off.get()) and torch.is_grad_enabled():
             _require_on(off, func, args, kwargs)
-        if not kwargs:
-            return func(*args) if instead is None else instead(func, *args)
-        if "generator" in kwargs:
-            kwargs = dict(kwargs)
-            given = kwargs.pop("generator")
-            if given is not None and all(given is not own for own in _own.get()):
-                raise CaptureError(
-                    "a torch.Generator passed inside the model, held by no module, cannot be captured: it may be "
-                    "seeded in every call; draw without generator=, or keep the generator in an attribute of the model"
-                )
-        return func(*args, **kwargs) if instead is None else instead(func, *args, **kwargs)
+        try:
+            if not kwargs:
+                return func(*args) if instead is None else instead(func, *args)
+            if "generator" in kwargs:
+                kwargs = dict(kwargs)
+                given = kwargs.pop("generator")
+                if given is not None and all(given is not own for own in _own.get()):
+                    raise CaptureError(_GENERATOR)
+            return func(*args, **kwargs) if instead is None else instead(func, *args, **kwargs)
+        except Exception as error:
+            if self._note_failure is not None and private.is_of_traces(error):
+                self._note_failure(error)
+            raise
+
+
+_GENERATOR = (
+    "a torch.Generator passed inside the model, held by no module, cannot be captured: it may be seeded in every call; "
+    "draw without generator=, or keep the generator in an attribute of the model"
+)
 
 
 def _require_on(off: Mapping[int, torch.Tensor], func: Any, args: Any, kwargs: Any) -> None:

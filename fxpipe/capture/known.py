@@ -31,7 +31,7 @@ from fxpipe.capture.holders import holders_of
 from fxpipe.capture.inputs import is_time
 from fxpipe.capture.sizes import is_symbolic
 from fxpipe.capture.surroundings import no_autocast
-from fxpipe.errors import ValuesError
+from fxpipe.errors import CaptureError, ValuesError
 
 Read = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Buffers by name and other tensors that a model holds, each with its value when forward read it as a number."""
@@ -81,11 +81,12 @@ _held: ContextVar[NumbersRead | None] = ContextVar("held", default=None)
 def numbers_read(model: nn.Module, given: Given) -> Iterator[NumbersRead]:
     """Inside, what forward reads as numbers is known of the model's buffers and of what is given, and noted."""
     found = NumbersRead(model, dict(model.named_buffers()), given)
-    token = _held.set(found)
+    token, noted = _held.set(found), CaptureError.noted.set(found.failed)
     try:
         yield found
     finally:
         _held.reset(token)
+        CaptureError.noted.reset(noted)
 
 
 def value_of(tensor: torch.Tensor, is_truth: bool = False) -> torch.Tensor | None:

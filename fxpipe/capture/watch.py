@@ -23,7 +23,7 @@ from fxpipe.capture.asked import ASKED, HOOK
 from fxpipe.capture.attention import encoders_watched, whole_attention
 from fxpipe.capture.calls import Calls, Table, flags_kept, is_watched, own_generators, set_flag
 from fxpipe.capture.holders import holders_of
-from fxpipe.capture.known import KNOWN, value_of
+from fxpipe.capture.known import KNOWN, note_failure, value_of
 from fxpipe.capture.random_calls import RANDOM_CALLS
 from fxpipe.capture.state import state_kept
 from fxpipe.capture.surroundings import autocasts
@@ -66,7 +66,7 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(encoders_watched())
         stack.enter_context(own_generators(model, tell=True))
         stack.enter_context(flags_kept())
-        stack.enter_context(Calls(RANDOM_CALLS, WRITTEN_OUT, KNOWN, ASKED, _REFUSED))
+        stack.enter_context(Calls(RANDOM_CALLS, WRITTEN_OUT, KNOWN, ASKED, _REFUSED, note_failure=note_failure))
         yield
 
 

@@ -48,7 +48,7 @@ class Operations:
         call = in_a_row(_call(node), arrived)
         try:
             return call_trace(call, node.meta.get("autocast"), self.num_samples, self._device)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError, TypeError) as error:
             why = next(iter(str(error).splitlines()), "")
             raise CompileError(
                 f"{where(node)}: {node.target}: torch does not run it, or its gradient, on tensors without values: "

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedOperatorException,
     in_kernel_invocation_manager,
 )
 from torch.fx.experimental import symbolic_shapes
@@ -27,6 +28,13 @@ from fxpipe.capture.reach import reached
 
 # Raised where Python asks for a tensor's value, or for a size that depends on one.
 VALUE_ERRORS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+
+def is_of_traces(error: Exception) -> bool:
+    """Whether torch raises it of tensors without values alone."""
+    if isinstance(error, RuntimeError) and type(error) is RuntimeError:
+        return any(text in str(error) for text in ("data pointer", "data is not allocated", "FakeTensor"))
+    return isinstance(error, (*VALUE_ERRORS, UnsupportedOperatorException))
 
 
 _ASSERTIONS = (
