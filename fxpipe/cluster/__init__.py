@@ -183,16 +183,12 @@ def _from_toml(text: str) -> Cluster:
         raise CompileError(f"the cluster's TOML does not parse: {error}") from None
     _known(table, {"device", "level", "speeds"}, "a cluster")
     levels = table.get("level")
-    if not isinstance(table.get("device"), str) or not isinstance(levels, list) or not all(map(_is_table, levels)):
+    if not isinstance(table.get("device"), str) or not isinstance(levels, list) or {*map(type, levels)} - {dict}:
         raise CompileError('a cluster\'s TOML has device = "..." and [[level]] tables, the innermost first')
     speeds = table.get("speeds", [])
     if not isinstance(speeds, list) or any(isinstance(s, bool) or not isinstance(s, int | float) for s in speeds):
         raise CompileError(f"speeds of a cluster are a list of numbers, one for every device, not {speeds!r}")
     return Cluster(table["device"], tuple(map(_level, levels)), tuple(map(float, speeds)))
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, dict)
 
 
 def _level(table: Mapping[str, Any]) -> Level:

@@ -93,12 +93,11 @@ def _local_attempt(case: Case, staged: Staged, count: int) -> Attempt:
     frozen = sum(sum(case.costs.at(size).component_seconds) for size in sizes[:: case.world_size])
     compute = frozen + busiest_seconds(ActionSeconds(case, staged), sizes)
     bound = max(compute, reduction_seconds(case, staged, len(sizes)))
-    write = partial(_write_local, case, staged, sizes)
+
+    def write() -> StepOps:
+        return step_ops(case, staged, accumulated(case, staged, len(sizes)), sizes)
+
     return Attempt(setting + ", recomputed" * bool(staged.recompute), bound, sizes[0], write)
-
-
-def _write_local(case: Case, staged: Staged, sizes: tuple[int, ...]) -> StepOps:
-    return step_ops(case, staged, accumulated(case, staged, len(sizes)), sizes)
 
 
 # -- pipelines

@@ -13,18 +13,13 @@ from collections.abc import Mapping, Sequence
 from passes.schedules.job_shop import JobShop, Orders
 
 
-def list_orders(shop: JobShop, urgency: Sequence[int], also: Mapping[int, Sequence[int]]) -> Orders | None:
-    """The order on every rank; None where memory stops it, which the banker's rule excludes for chains of stages.
+class ListScheduler:
+    """One event-driven run.
 
     Args:
         urgency: a permutation of the operations' numbers.
         also: operation -> operations that must end before it, besides those of `shop`; without a cycle.
     """
-    return _Run(shop, urgency, also).orders()
-
-
-class _Run:
-    """One event-driven run."""
 
     def __init__(self, shop: JobShop, urgency: Sequence[int], also: Mapping[int, Sequence[int]]) -> None:
         self.shop, self.urgency = shop, urgency
@@ -43,6 +38,7 @@ class _Run:
         self.order: list[list[int]] = [[] for _ in range(shop.num_ranks)]
 
     def orders(self) -> Orders | None:
+        """Of every rank; None where memory stops it, which the banker's rule excludes for chains of stages."""
         for i, count in enumerate(self.missing):
             if not count:
                 heapq.heappush(self.ready[self.shop.rank[i]], self.urgency[i])

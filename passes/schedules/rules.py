@@ -15,7 +15,7 @@ from math import ceil, lcm
 from fxpipe.plan.actions import Work
 from passes.schedules.blocks import block_precedences
 from passes.schedules.job_shop import JobShop, Orders
-from passes.schedules.list_scheduler import list_orders
+from passes.schedules.list_scheduler import ListScheduler
 from passes.schedules.policies import Rule
 
 Replicas = Sequence[tuple[int, ...]]
@@ -34,7 +34,7 @@ def rule_orders(shop: JobShop, rule: Rule, work: Work, replicas: Replicas) -> Or
         also = _drain_last(shop)
     else:
         also = {} if rule.in_flight is None else _bound_in_flight(shop, rule, work, replicas)
-    return list_orders(shop, _urgency(shop, rule, work), also)
+    return ListScheduler(shop, _urgency(shop, rule, work), also).orders()
 
 
 def _urgency(shop: JobShop, rule: Rule, work: Work) -> list[int]:

@@ -22,13 +22,11 @@ from passes.step_ops.turns import RankTurns
 from passes.step_ops.whole_batch import WholeBatch
 
 
-class Saved:
+class Saved(NamedTuple):
     """What a forward has kept for its backward: memory of its own, of values that live elsewhere too."""
 
-    __slots__ = ("buffer", "shared")
-
-    def __init__(self, buffer: int | None, shared: dict[str, int]) -> None:
-        self.buffer, self.shared = buffer, shared
+    buffer: int | None
+    shared: dict[str, int]
 
 
 class Reducing(NamedTuple):
