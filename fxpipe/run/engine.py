@@ -33,7 +33,7 @@ from fxpipe.run.run_rank import Draws, NextBatch, run_rank
 from fxpipe.run.scaler import GradScaler
 from fxpipe.run.shared_model import SharedModel
 from fxpipe.run.shared_samples import agree_on_samples
-from fxpipe.run.state_updates import StateUpdates, routes
+from fxpipe.run.state_updates import routes
 from fxpipe.run.training import Ahead, Executed, Training
 from fxpipe.run.weights import Readers, read_own
 
@@ -141,11 +141,6 @@ class Engine(Training):
     def _step(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:
         with told(self._transport):
             return super()._step(batch, following)
-
-    def _updates_of(self, plan: StepPlan) -> StateUpdates:
-        if id(plan) not in self._updates:
-            self._updates[id(plan)] = StateUpdates(plan.updates, self._given)
-        return self._updates[id(plan)]
 
     def _bring_values(self, plan: StepPlan) -> None:
         shared = self._shared_of(plan)

@@ -86,7 +86,8 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         if plan.offloaded:
             keep_on_host(p for p in model.parameters() if p.requires_grad)
         self._kinds, self._kind, self._others = kinds, "" if kinds is None else kinds.first, {}
-        self._plan, self._model, self._state, self._make_filled = plan, model, own.state, own.filled
+        self._plan, self._model, self._make_filled = plan, model, own.filled
+        self._state = self._given = own.state  # those of a rank alone are fewer than those given
         self._make_smaller, self._smaller = own.smaller, dict[int, StepPlan]()  # by the number of samples
         self._shown, self._observe = shown, observe
         self.seed, self.step_index, self.device = seed, 0, plan.device
@@ -330,7 +331,7 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
 
     def _updates_of(self, plan: StepPlan) -> StateUpdates:
         if id(plan) not in self._updates:
-            self._updates[id(plan)] = StateUpdates(plan.updates, self._state)
+            self._updates[id(plan)] = StateUpdates(plan.updates, self._given)
         return self._updates[id(plan)]
 
     def _write_state(self, plan: StepPlan, is_first: bool) -> None:
