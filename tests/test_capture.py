@@ -3,10 +3,12 @@
 import json
 import random
 import re
+import uuid
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
@@ -711,6 +713,18 @@ def test_what_a_trace_fails_at_is_refused_where_forward_catches_it(asks: Middle,
 
     with pytest.raises(CaptureError, match=says):
         captured(Step(caught), batch())
+
+
+@pytest.mark.parametrize(
+    "drawn", [lambda: perf_counter(), lambda: uuid.uuid4().int % 99, lambda: random.SystemRandom().random()]
+)
+def test_what_is_another_one_at_every_call_is_refused(drawn: Callable[[], float]) -> None:
+    with pytest.raises(CaptureError, match=r"something else whenever it is called, by a clock, .*test_capture.py:\d+"):
+        captured(Step(lambda s, h, y: h * drawn()), batch())
+
+
+def test_a_clock_may_be_looked_at() -> None:
+    exact(Step(lambda s, h, y: h if perf_counter() > 0 else 2 * h), batch())
 
 
 def test_what_a_step_fails_at_too_may_be_caught() -> None:

@@ -39,9 +39,18 @@ class Asked:
     found: list[str] = field(default_factory=list)
     if_traced: bool = False
 
-    def require_same(self, is_same: Callable[[], bool]) -> None:
-        """Refuse a forward that is not the same with other answers; one that fails then would say so by itself."""
-        for order in ("reversed", "channels last"):
+    def require_same(self, is_same: Callable[[], bool], anew: str) -> None:
+        """Refuse a forward that is not the same with other answers, where it has asked; one that fails then would say
+        so by itself. Or that is another one again, where there is code that may make it so, `anew`."""
+        if anew:
+            with asking("", self.is_traced):
+                if not is_same():
+                    raise CaptureError(
+                        "forward computes something else whenever it is called, by a clock, random numbers of the "
+                        f"system, or a file, maybe at {anew}, but a graph has every call alike; give it what changes "
+                        "as an input, or draw with torch"
+                    )
+        for order in ("reversed", "channels last") if self.found else ():
             try:
                 with asking(order, self.is_traced):
                     same = is_same()

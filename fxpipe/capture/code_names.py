@@ -55,6 +55,20 @@ def knows_sizes(value: types.FunctionType) -> str:
     return ""
 
 
+def reads_anew(value: types.FunctionType) -> str:
+    """Where a function is, if it names what may be another one whenever it is asked: clocks, the system's random
+    numbers, files."""
+    code, names = value.__code__, globals_in(value.__code__)
+    found = [value.__globals__[name] for name in names if name in value.__globals__]
+    of = {getattr(one, "__name__" if isinstance(one, types.ModuleType) else "__module__", None) for one in found}
+    anew = not _ANEW.isdisjoint(of) or not _CALLED_ANEW.isdisjoint(names_in(code))
+    return f"{code.co_filename}:{code.co_firstlineno}" if anew else ""
+
+
+_ANEW = frozenset(("time", "datetime", "uuid", "secrets"))
+_CALLED_ANEW = _ANEW | {"urandom", "SystemRandom", "open", "read_text", "read_bytes"}
+
+
 @functools.lru_cache(4096)
 def _may_know(code: types.CodeType) -> bool:
     before, handlers = "", 0

@@ -20,7 +20,7 @@ from torch import fx, nn
 from fxpipe.capture import own_graphs, private
 from fxpipe.capture.asked import IfTraced, answered
 from fxpipe.capture.changed import called
-from fxpipe.capture.code_names import knows_sizes
+from fxpipe.capture.code_names import knows_sizes, reads_anew
 from fxpipe.capture.holders import own_functions
 from fxpipe.capture.inputs import Dims, InputSpec, Leaf
 from fxpipe.capture.known import Given, NumbersRead, forward_begins, numbers_read
@@ -277,11 +277,13 @@ def _trace(
     """
     written = step.written  # this list: an export puts a copy of how it was in its place
     exported, asked = answered(lambda: _traced_once(step, examples, free))
-    if not written and not asked.found:
+    anew = next(filter(None, map(reads_anew, own_functions(step.model))), "")
+    if not written and not asked.found and not anew:
         return exported
     computed = computation(exported.graph, inputs.batch_size)
-    if asked.found:
-        asked.require_same(lambda: computation(_traced_once(step, examples, free).graph, inputs.batch_size) == computed)
+    asked.require_same(
+        lambda: computation(_traced_once(step, examples, free).graph, inputs.batch_size) == computed, anew
+    )
     if not written:
         return exported
 
