@@ -91,7 +91,15 @@ class Transport(Protocol):
         """Starts to send each tensor's values from its owner to all `ranks`; never blocks. The wait writes them into
         the tensors that this rank does not own.
         """
-        ...
+        gathering = self.gather(tensors, owners, ranks, edge)
+
+        @torch.no_grad()
+        def wait() -> None:
+            for tensor, values in zip(tensors, gathering.wait(), strict=True):
+                if values.data_ptr() != tensor.data_ptr():  # ranks on one and the same model have nothing to copy
+                    tensor.copy_(values)
+
+        return Pending(wait)
 
     def gather(
         self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int

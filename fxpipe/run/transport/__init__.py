@@ -48,19 +48,7 @@ def owned(tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> dict[int, l
     return found
 
 
-def brought(tensors: Sequence[torch.Tensor], gathering: Pending[list[torch.Tensor]]) -> Pending[None]:
-    """Puts what is gathered where it is not yet: ranks on one and the same model have nothing to copy."""
-
-    @torch.no_grad()
-    def wait() -> None:
-        for tensor, values in zip(tensors, gathering.wait(), strict=True):
-            if values.data_ptr() != tensor.data_ptr():
-                tensor.copy_(values)
-
-    return Pending(wait)
-
-
-class InProcessTransport:
+class InProcessTransport(Transport):
     """A rank that is a thread of this process. Tensors are handed over without a copy: rank programs are functional, so
     no sender changes what it has sent, and no receiver what it has received."""
 
@@ -132,11 +120,6 @@ class InProcessTransport:
             return sums
 
         return Pending(wait)
-
-    def broadcast(
-        self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
-    ) -> Pending[None]:
-        return brought(tensors, self.gather(tensors, owners, ranks, edge))
 
     def gather(
         self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int

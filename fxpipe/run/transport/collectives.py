@@ -12,15 +12,14 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 
-from fxpipe.plan.transport import Pending
-from fxpipe.run.transport import brought, owned
+from fxpipe.plan.transport import Pending, Transport
+from fxpipe.run.transport import owned
 from fxpipe.run.transport.grouped import Started
 
 
-class Collectives:
+class Collectives(Transport):
     """One rank's part in them; `_reducing` are the process groups, by their ranks."""
 
-    rank: int
     _reducing: dict[tuple[int, ...], dist.ProcessGroup]
 
     @abstractmethod
@@ -91,11 +90,6 @@ class Collectives:
             return mine
 
         return Pending(wait)
-
-    def broadcast(
-        self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
-    ) -> Pending[None]:
-        return brought(tensors, self.gather(tensors, owners, ranks, edge))
 
     def gather(
         self, tensors: list[torch.Tensor], owners: tuple[int, ...], ranks: tuple[int, ...], edge: int
