@@ -23,7 +23,7 @@ from fxpipe.capture.weights import tensors_of
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
-from fxpipe.options import held_cost_model
+from fxpipe.options import given_cluster, held_cost_model
 from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.explanation import Explanation
 from fxpipe.plan.plan import Plan
@@ -166,8 +166,7 @@ class Program:
             optimizer_bytes: of optimizer state per trained parameter; AdamW's two float32 averages where left out.
         """
         step = self.costed if cost_model is None else self.costed.priced(held_cost_model(cost_model))
-        network = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or self.cluster
-        network.require(self.world_size)
+        network = given_cluster(self.cluster if cluster is None else cluster, self.world_size)
         order = self.plan.steady if filled and self.plan.steady is not None else self.plan.step
         return timeline(step.ops(self.plan, order, network, optimizer_bytes), network)
 

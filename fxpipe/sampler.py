@@ -19,7 +19,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError, FxpipeError
 from fxpipe.models.pipelines import own_schedulers, recorded_call, shell, with_components, with_submodule
-from fxpipe.options import check_counts, held_cost_model
+from fxpipe.options import check_counts, given_cluster, held_cost_model
 from fxpipe.plan.rank_program import Traffic
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_plan import SamplePlan
@@ -317,11 +317,11 @@ class Sampler:
             cost_model: seconds of operations, such as `cost_models.timed.Timed()`, which times them here; the one
                 compiled for where left out.
         """
-        network = Cluster.parse(cluster) if isinstance(cluster, str) else cluster or self.cluster
+        network = given_cluster(self.cluster if cluster is None else cluster, self.plan.world_size)
         check_counts(steps=steps)
         model = None if cost_model is None else held_cost_model(cost_model)
         ops = self.denoiser.lowering.ops(self.step, steps, model, network.keeps_sent)
-        return timeline(ops, network.require(self.plan.world_size))
+        return timeline(ops, network)
 
     def trace(self, path: str | Path, steps: int = 1) -> Path:
         """Write what `simulate` predicts as a Chrome trace, for Perfetto."""
