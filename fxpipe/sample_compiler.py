@@ -116,7 +116,8 @@ def compile_sampler(
             every patch, "ulysses" gives every patch some heads of all rows (Jacobs et al., 2023), "ring" passes keys
             and values around (Liu et al., 2023); "auto" takes what is predicted to be the fastest, layer by layer. One
             that cannot be so gathers, and a note of the plan says why.
-        sample: for modules that are no diffusers backbones, {input: its row dimension}.
+        sample: for modules that are no diffusers backbones, {input: its row dimension}; left out, the first input that
+            is an image [B, C, H, W] or a video [B, C, F, H, W].
         sizes: when sizes of images, and lengths of texts, are traced as free ones, in a longer trace that serves all at
             which forward is the same: "auto", at the second; "any", at the first. Others have traces of their own, and
             a note says why there is none for all.

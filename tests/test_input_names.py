@@ -73,5 +73,5 @@ def test_a_step_trains_exactly(names: tuple[str, ...]) -> None:
 def test_a_denoiser_predicts_exactly(names: tuple[str, ...], layout: dict[str, Any]) -> None:
     model, generator = named(Denoiser, names), torch.Generator().manual_seed(1)
     call = {name: torch.randn(1, 3, 16, 16, dtype=torch.float64, generator=generator) for name in names}
-    sampler = fxpipe.compile_sampler(model, 2, example=call, sample=dict.fromkeys(names, 2), cfg=1, **layout)
+    sampler = fxpipe.compile_sampler(model, 2, example=call, cfg=1, **layout)
     assert sampler.verify().ok

@@ -225,7 +225,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "unknown input": lambda: row_programs(Denoiser(), example(), 2, sample={"y": 2}),
     "no such dimension": lambda: row_programs(Denoiser(), example(), 2, sample={"x": 4}),
     "no rows named": lambda: row_programs(Denoiser(), example(), 2, sample={}),
-    "rows unknown": lambda: row_programs(Denoiser(), example(), 2),
+    "rows unknown": lambda: row_programs(Noisy(), {"x": torch.randn(2, 10, 8)}, 2),
     "other rows": lambda: row_programs(Denoiser(), example(), 2, sample={"x": 2, "text": 1}),
     "strides": lambda: row_programs(Strided(), X, 2, sample={"x": 2}),
     "draws": lambda: row_programs(Noisy(), X, 2, sample={"x": 2}),

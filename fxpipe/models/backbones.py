@@ -102,21 +102,20 @@ def prediction_of(output: Any) -> Tensor:
 
 
 def row_inputs(model: nn.Module, example: Mapping[str, Any]) -> dict[str, int]:
-    """The inputs of a diffusers backbone that have rows, and which dimension these are.
+    """The inputs of a denoiser that have rows, and which dimension these are: of one that is no diffusers backbone, its
+    first image or video.
 
     Of a packed image (`img_ids`) every token is a row of its own, of a signal every entry. A list of samples has rows
     in each, which has no batch.
 
     Raises:
-        CompileError: the model is no such backbone, or predicts something without rows.
+        CompileError: the model is no such backbone and is given no image, or predicts something without rows.
     """
     found = ([key for key in example if key.partition(".")[0] == name] for name in _SAMPLE_NAMES)
     names = next(filter(None, found), [])
     if not names or not isinstance(getattr(model, "config", None), Mapping):
-        raise CompileError(
-            f"{type(model).__name__}: where its image's rows are is not known; "
-            "pass sample={name of the input: row dimension}"
-        )
+        says = "where its image's rows are is not known; pass sample={name of the input: row dimension}"
+        return image_rows(model, example, says)
     layout = Sizes.of(model, 1, torch.float32).layout
     return {name: _row_dimension(model, name, example[name], layout) for name in names}
 
@@ -135,12 +134,18 @@ def _row_dimension(model: nn.Module, name: str, value: Tensor, layout: str) -> i
     )
 
 
-def image_rows(module: nn.Module, call: Mapping[str, Any]) -> dict[str, int]:
-    """The input of a VAE's decoder or encoder that has rows: the first image [B, C, H, W] or video [B, C, F, H, W]."""
+def image_rows(
+    module: nn.Module, call: Mapping[str, Any], says: str = "no input of it is an image; leave it whole: vae=False"
+) -> dict[str, int]:
+    """The input that has rows: the first image [B, C, H, W] or video [B, C, F, H, W].
+
+    Raises:
+        CompileError: there is none, which it `says`.
+    """
     for name, value in call.items():
         if isinstance(value, Tensor) and value.ndim in (4, 5):
             return {name: value.ndim - 2}
-    raise CompileError(f"{type(module).__name__} has no input that is an image; leave the VAE whole: vae=False")
+    raise CompileError(f"{type(module).__name__}: {says}")
 
 
 def _prediction_shape(model: nn.Module, inputs: dict[str, Any]) -> torch.Size:
