@@ -114,7 +114,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Attended:
+class Attended(Same):
     """Attention of a patch's queries to the keys and values of all patches, which are gathered, or as `passes.sampling`
     finds better."""
 

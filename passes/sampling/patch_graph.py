@@ -167,10 +167,6 @@ def _put(arguments: dict[str, Any], slot: Slot, value: fx.Node) -> None:
         arguments[name] = [*arguments[name][:index], value, *arguments[name][index + 1 :]]
 
 
-def _attended(writer: PatchWriter, node: fx.Node, how: Attended, arguments: dict[str, Any]) -> None:
-    writer.emit(node, node.target, arguments)
-
-
 def _same(writer: PatchWriter, node: fx.Node, how: Same, arguments: dict[str, Any]) -> None:
     writer.emit(node, node.target, {**arguments, **how.changes})
 
@@ -353,5 +349,5 @@ def _padded(writer: PatchWriter, node: fx.Node, how: Padded, arguments: dict[str
 _WAYS: dict[type, Callable[[PatchWriter, fx.Node, Any, dict[str, Any]], None]] = {
     Same: _same, Shaped: _shaped, Window: _window, Moments: _moments, Summed: _summed, Resized: _resized,
     Joined: _joined, Padded: _padded, Split: _split, Cut: _cut,
-    Written: _written, Whole: _whole, Attended: _attended,
+    Written: _written, Whole: _whole, Attended: _same,
 }  # fmt: skip
