@@ -9,6 +9,7 @@ import diffusers
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from diffusers.models.unets.unet_2d import UNet2DOutput
 from torch import Tensor, nn
 
 import fxpipe
@@ -150,6 +151,29 @@ def test_any_module_with_named_rows() -> None:
     sampler = fxpipe.compile_sampler(model, 6, example=given, patches=2, sample={"picture": 2})
     assert sampler.grid == Grid(3, 2)
     assert same(sampler.predict(**given)["made"], model(**given)["made"])
+
+
+class Named(diffusers.ModelMixin, diffusers.ConfigMixin):  # type: ignore[misc]
+    """A denoiser whose arguments have names of its own."""
+
+    @diffusers.configuration_utils.register_to_config
+    def __init__(self, sample_size: int = 8, in_channels: int = 2) -> None:
+        super().__init__()
+        self.rows = Rows()
+
+    def forward(self, noisy: Tensor, when: Tensor) -> UNet2DOutput:
+        return UNet2DOutput(sample=self.rows(noisy, torch.as_tensor(when, dtype=noisy.dtype))["made"])
+
+
+@pytest.mark.parametrize("layout", [{"patches": 2}, {"stages": 2}, {}])
+def test_a_pipeline_with_a_denoiser_of_ones_own(layout: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    pipe = diffusers.DDPMPipeline(Named().double(), diffusers.DDIMScheduler())
+    pipe.set_progress_bar_config(disable=True)
+    given = {"batch_size": 2, "num_inference_steps": _STEPS, "output_type": "np"}
+    sampler = fxpipe.compile_sampler(pipe, 2, example=given, cfg=1, **layout)
+    made = [p(**given, generator=torch.Generator().manual_seed(5)).images for p in (pipe, sampler.pipeline())]
+    assert same(*map(torch.from_numpy, made))
 
 
 def test_full_sizes_compile_without_weights(tmp_path: Path) -> None:

@@ -52,7 +52,10 @@ TWICE = Cache(1)
 # What is compiled, for how many ranks and with which options; and what the error says.
 MODULES: dict[str, tuple[Any, int, dict[str, Any], str]] = {
     "no module": (None, 2, {}, "NoneType is neither a pipeline nor a module"),
-    "unknown rows": (Denoiser(), 2, {"sample": None}, r"pass sample=\{name of the input: row dimension\}"),
+    "unknown rows": (
+        Denoiser(), 2, {"sample": None, "example": {"sample": torch.zeros(1, 4, 8), "timestep": torch.zeros(1)}},
+        r"pass sample=\{name of the input: row dimension\}",
+    ),
     "no such input": (Denoiser(), 2, {"sample": {"x": 2}}, r"'x' is no input .* which are \['sample'\]"),
     "no such dimension": (Denoiser(), 2, {"sample": {"sample": 4}}, "it has no dimension 4"),
     "no dimension": (Denoiser(), 2, {"sample": {"sample": "H"}}, "dimensions are integers"),

@@ -68,7 +68,8 @@ def is_pipeline(model: object) -> bool:
 
 
 def denoiser_names(pipe: Any) -> list[str]:
-    """The names of the components that predict; a ControlNet does where nothing else might, with its backbone in it.
+    """The names of the components that predict: by their arguments, else by the names that diffusers gives them. A
+    ControlNet predicts where nothing else might, with its backbone in it.
 
     Raises:
         CompileError: there is none.
@@ -76,6 +77,7 @@ def denoiser_names(pipe: Any) -> list[str]:
     components = _components(pipe) or {}
     able = [name for name, part in components.items() if takes_sample_and_time(uncompiled(part))]
     found = [name for name in able if is_backbone(uncompiled(components[name]))] or able
+    found = found or [name for name in ("unet", "transformer") if isinstance(components.get(name), nn.Module)]
     if not found:
         parts = ", ".join(f"{name}: {type(part).__name__}" for name, part in components.items())
         raise CompileError(
