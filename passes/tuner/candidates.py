@@ -79,8 +79,9 @@ def no_way(request: Request) -> CompileError:
     alike = f", where shard={request.shard!r} gives every replica as many micro-batches" * trains_alike(request.shard)
     return CompileError(
         f"no way to use world_size={request.world_size} with data_parallel={request.data_parallel}, "
-        f"stages={request.stages}, microbatches={request.microbatches}, {request.batch_size} samples{alike}; leave "
-        "some open"
+        f"stages={request.stages}, microbatches={request.microbatches}, {request.batch_size} samples{alike}: pipelines "
+        "divide the ranks, a pipeline's ranks its stages, and each has micro-batches of its own, of a sample or more; "
+        "leave some open"
     )
 
 
