@@ -457,6 +457,16 @@ class Remembers(Small):
         return F.mse_loss(self.run(x) * self.angles, y)
 
 
+def test_what_a_forward_that_is_refused_has_added_is_gone() -> None:
+    step = Step(added)
+    names = [*step.state_dict()]
+    with pytest.raises(CaptureError):
+        captured(step, batch())
+    assert [*step.state_dict()] == names
+    step(*batch())
+    exact(step, batch())
+
+
 def test_model_is_as_before() -> None:
     model, inputs = Remembers(), (noise(6, 4), noise(6, 4))
     model.b.eval()
@@ -591,9 +601,17 @@ def replaced_buffer(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h * s.scale
 
 
+def added(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    if not hasattr(s, "late"):
+        s.late = nn.Parameter(torch.ones(4, dtype=h.dtype))
+    return h * s.late
+
+
 @pytest.mark.parametrize(
     ("middle", "says"),
     [
+        (added, "forward adds or removes 'late', a parameter or module"),
+        (lambda s, h, y: s.add_module("last", nn.Tanh()) or h, "forward adds or removes 'last', a parameter or module"),
         (lambda s, h, y: s.norm(h), "module norm: batch statistics update its running mean and variance"),
         (
             lambda s, h, y: F.batch_norm(h, s.norm.running_mean, s.norm.running_var, training=True),

@@ -17,7 +17,7 @@ from torch import nn
 
 from fxpipe.capture import private
 from fxpipe.capture.evaluation import evaluated
-from fxpipe.capture.holders import ABSENT, NOT_STATE, PLAIN, Holder, holders_of, is_opaque
+from fxpipe.capture.holders import ABSENT, NOT_STATE, PLAIN, WEIGHTS, Holder, holders_of, is_opaque
 
 _LIBRARY = "transformers."
 """Its modules note what they have installed at their first call, and compute alike in the next."""
@@ -55,7 +55,8 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     Hooks that a first forward installs go with the attribute that says they are there: the next would add them twice.
     """
     holders, caches = holders_of(model)
-    holders += [Holder(name, "", module._modules, of_attributes=True) for name, module in model.named_modules()]
+    parts = [vars(module)[kind] for _, module in model.named_modules() for kind in WEIGHTS]
+    holders += [Holder("", "", part, of_attributes=True) for part in parts]
     before = [holder.entries() for holder in holders]
     infos = [cache.cache_info() for cache in caches]
     try:

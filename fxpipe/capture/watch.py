@@ -173,15 +173,24 @@ def refuse_outside(model: nn.Module) -> None:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Refuse a forward that puts other tensors in its buffers' places."""
-    before = dict(model.named_buffers())
+    """Refuse a forward that puts other tensors in its buffers' places, or adds parameters or modules."""
+    before, kept = dict(model.named_buffers()), _named(model)
     yield
+    if changed := sorted(kept ^ _named(model)):
+        raise CaptureError(
+            f"forward adds or removes {changed[0]!r}, a parameter or module of the model, which a graph cannot; do so "
+            "in __init__, or call forward once before compiling, where that is all"
+        )
     for name, buffer in model.named_buffers():
         if before.get(name) is not buffer:
             raise CaptureError(
                 f"forward replaces its buffer {name!r}, which a graph cannot; write into it (copy_, add_), or keep it "
                 "outside forward"
             )
+
+
+def _named(model: nn.Module) -> set[str]:
+    return {name for name, _ in (*model.named_parameters(), *model.named_modules())}
 
 
 @contextmanager
