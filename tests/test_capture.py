@@ -17,10 +17,13 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import Node
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
+from transformers.utils.import_utils import is_tracing
 
 import fxpipe
 from fxpipe.capture import Capture, capture, private
@@ -610,8 +613,7 @@ def added(s: Step, h: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("middle", "says"),
     [
-        (added, "forward adds or removes 'late', a parameter or module"),
-        (lambda s, h, y: s.add_module("last", nn.Tanh()) or h, "forward adds or removes 'last', a parameter or module"),
+        (added, "forward adds or removes 'late', a parameter of the model"),
         (lambda s, h, y: s.norm(h), "module norm: batch statistics update its running mean and variance"),
         (
             lambda s, h, y: F.batch_norm(h, s.norm.running_mean, s.norm.running_var, training=True),
@@ -702,6 +704,11 @@ def test_failed_trials_leave_no_noise_and_no_hooks(middle: Middle, capfd: pytest
         lambda s, h, y: h * (2 if type(h) is Tensor and type(s.a.weight) is nn.Parameter else 3),
         lambda s, h, y: h if torch.compiler.is_compiling() or torch.compiler.is_exporting() else 2 * h,
         lambda s, h, y: h if torch.compiler.is_compiling() or y.sum() < 99 else 2 * h,
+        lambda s, h, y: h * (2 if torch.compiler.is_compiling() is False else 3) * (2 + (is_compiling() | False)),
+        lambda s, h, y: h if is_tracing(h) in (True, False) else s.a(h),
+        lambda s, h, y: h * (2 if h.grad_fn is s.a(h).grad_fn or type(h.grad_fn).__name__ == "_Node" else 3),
+        lambda s, h, y: h * (2 if h.grad_fn is h.grad_fn and isinstance(h.grad_fn, Node) else 3),
+        lambda s, h, y: (s.tail if hasattr(s, "tail") else s.add_module("tail", nn.Tanh()) or s.tail)(h),
         lambda s, h, y: h * float(s.table.numpy()[1] + numpy.asarray(s.table).sum()) * len(s.table.tolist()),
     ],
 )

@@ -13,6 +13,8 @@ NAMES = [
     ("timeStep", "time_step", "B"),
     ("random", "next_x", "x"),
     ("transport", "saved", "carried"),
+    ("Random", "nextX", "x"),
+    ("Transport", "Saved", "Carried"),
 ]
 
 

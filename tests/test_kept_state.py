@@ -51,6 +51,12 @@ def of_object(s: Keeper, h: Tensor) -> Tensor:
     return h * s.kept.calls
 
 
+def of_second_trace(s: Keeper, h: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling() and h.sum() > 1e9:
+        raise ValueError
+    return of_object(s, h)
+
+
 def of_class(s: Keeper, h: Tensor) -> Tensor:
     Keeper.calls += 1
     return h * Keeper.calls
@@ -141,6 +147,7 @@ def drawn(s: Keeper, h: Tensor) -> Tensor:
         (SimpleNamespace(now=torch.ones(4), goal=torch.ones(4)), towards, "'kept.now', a tensor before, to a tensor"),
         (Counter().count, of_method, "'Counter.calls', new, to 1, and computes"),
         (SimpleNamespace(calls=0), of_later_calls, "'kept.calls', 0 before, to 1, and may compute .* a later"),
+        (SimpleNamespace(calls=0), of_second_trace, "'kept.calls', 0 before, to 1, and computes"),
         (None, of_class, "'Keeper.calls', 0 before, to 1, and computes"),
         (None, of_globals, "'tests.test_kept_state.CALLS', 0 before, to 1, and computes"),
         ({}, in_dict, r"\"kept\['calls'\]\", new, to 1, and computes"),

@@ -197,7 +197,7 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     tied = {name: first for name, first in _tied_names(model).items() if name != first}
     tensors = {placeholder: tied.get(name, name) for placeholder, name in tensors.items()}
     _refuse_statistics(exported.graph)
-    _refuse_sparse(exported.graph)
+    _refuse_sparse(exported.graph, is_step)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     wanted = {name for name, p in parameters.items() if p.requires_grad}
     graph, overwritten, rewritten = functionalise.run(exported.graph)
@@ -264,7 +264,7 @@ def _name_placeholders(model: nn.Module, exported: Exported) -> tuple[dict[str, 
     for node, spec in zip(exported.graph.find_nodes(op="placeholder"), specs, strict=True):
         if spec.kind is kinds.USER_INPUT:
             node.meta["kind"], node.meta["input"] = "input", next(names)
-            name = "".join(c if c.isalnum() else "_" for c in node.meta["input"])
+            name = private.spelled("".join(c if c.isalnum() else "_" for c in node.meta["input"]))
             is_taken = name in _NAMES_OF_PROGRAMS or name.startswith("next_")
             private.rename(node, f"input_{name}" if is_taken else name)
         elif spec.kind is kinds.CONSTANT_TENSOR:
@@ -304,10 +304,10 @@ def _refuse_foreign_gradients(graph: fx.Graph, constants: Mapping[str, torch.Ten
             )
 
 
-def _refuse_sparse(graph: fx.Graph) -> None:
-    """Refuse sparse tensors, and lookups with sparse gradients, which no stage sends, adds up or reduces."""
+def _refuse_sparse(graph: fx.Graph, is_step: bool) -> None:
+    """Refuse a step's sparse tensors, and lookups with sparse gradients, which no stage sends, adds up or reduces."""
     for node in graph.nodes:
-        if any(value.layout != torch.strided for value in private.tensors_in(node.meta.get("val"))):
+        if is_step and any(value.layout != torch.strided for value in private.tensors_in(node.meta.get("val"))):
             raise CaptureError(
                 f"{private.where(node)}: {node.target}: its result is no dense tensor, which cannot be compiled; "
                 "compute with dense ones (a mask to multiply with, gather, index_add)"

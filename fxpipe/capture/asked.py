@@ -31,13 +31,15 @@ class Asked:
     """What forward has asked of tensors in memory, in words; answered as it is not, with strides of an `other` order
     of dimensions: the other way round, or channels last.
 
-    `if_traced`: whether its own code asks if it is traced, which is answered by `is_traced`.
+    `if_traced`: whether its own code asks if it is traced, which is answered by `is_traced`. `nodes`: those of
+    autograd's that it has seen.
     """
 
     other: str = ""
     is_traced: bool = False
     found: list[str] = field(default_factory=list)
     if_traced: bool = False
+    nodes: dict[Any, "_Node"] = field(default_factory=dict)
 
     def require_same(self, is_same: Callable[[], bool], anew: str) -> None:
         """Refuse a forward that is not the same with other answers, where it has asked; one that fails then would say
@@ -141,7 +143,7 @@ class IfTraced:
     """In the place of torch's flags that say so: true to libraries, which compute the same either way."""
 
     def __bool__(self) -> bool:
-        frame, asked = sys._getframe(1), _asked.get()
+        frame, asked = sys._getframe(2), _asked.get()
         if is_installed(frame.f_globals.get("__name__")) or frame.f_code.co_filename.startswith(private.FRAMEWORK):
             return True
         if asked is None:
@@ -151,7 +153,7 @@ class IfTraced:
 
 
 class _Node:
-    """What has made a tensor; its gradient goes on as it is."""
+    """What has made a tensor, but that its gradient goes on as it is."""
 
     def __init__(self, node: Any) -> None:
         self._node = node
@@ -159,12 +161,22 @@ class _Node:
     def __getattr__(self, name: str) -> Any:
         if name in ("register_hook", "register_prehook"):
             raise CaptureError(HOOK)
-        return getattr(self._node, name)
+        found = getattr(self._node, name)
+        return tuple((_shown(one), at) for one, at in found) if name == "next_functions" else found
+
+
+def _shown(node: Any) -> Any:
+    """The same one whenever it is asked for, of a class of its name."""
+    if node is None or (asked := _asked.get()) is None:
+        return node
+    kind = type(node)
+    members = {"__class__": property(lambda one: kind)}
+    return asked.nodes.setdefault(node, type(kind.__name__, (_Node,), members)(node))
 
 
 def _grad_fn(func: Any, tensor: torch.Tensor) -> Any:
     found = func(tensor)
-    return found if found is None or not torch.is_grad_enabled() or _asker() is None else _Node(found)
+    return found if not torch.is_grad_enabled() or _asker() is None else _shown(found)
 
 
 HOOK = "a gradient hook on a tensor cannot be captured; do what it does in the backward of an autograd function"

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.capture import own_graphs, private
-from fxpipe.capture.asked import IfTraced, answered
+from fxpipe.capture.asked import IfTraced, answered, asking
 from fxpipe.capture.changed import called
 from fxpipe.capture.code_names import knows_sizes, reads_anew
 from fxpipe.capture.holders import own_functions
@@ -140,7 +140,7 @@ def of_one_batch(call: ModelCall, result_of: ResultOf) -> InputSpec:
         CaptureError: forward fails so.
     """
     step, inputs = Step(call, result_of, one_batch=False), call.inputs
-    program = _traced_once(step, _resized(call, _free_size(call)), _batch_dims(inputs, True))
+    program, _ = answered(lambda: _traced_once(step, _resized(call, _free_size(call)), _batch_dims(inputs, True)))
     (made,) = (node for node in program.graph.nodes if node.op == "output")
     size = made.args[0][0].meta["val"].shape[0]
     batched = [str(value.shape[0]) == str(size) for value in _batched_values(program, inputs)]
@@ -166,7 +166,7 @@ def export_any_size(
     with sizes_read_plainly(), private.sizes.general_sizes():
         free = only if only is None else {**only, **{name: (0,) for name in numbers}}
         # once: it is compared with a trace of which it is known what forward keeps
-        program = _traced_once(step, (*shaped, *places), _all_dims(inputs, any_batch, free))
+        program, _ = answered(lambda: _traced_once(step, (*shaped, *places), _all_dims(inputs, any_batch, free)))
     if any_batch and (fault := private.sizes.dynamic_fault(_batched_values(program, inputs), inputs.batch_size)):
         raise CaptureError(fault)
     return _flat(program, inputs, None if any_batch else "it was so before")
@@ -275,8 +275,12 @@ def _trace(
     Raises:
         CaptureError: one of them computes something else; names the attribute, or the question.
     """
-    written = step.written  # this list: an export puts a copy of how it was in its place
-    exported, asked = answered(lambda: _traced_once(step, examples, free))
+
+    def first() -> tuple[torch.export.ExportedProgram, list[Written]]:
+        written = step.written = []  # this list: an export puts a copy of how it was in its place
+        return _traced_once(step, examples, free), written
+
+    (exported, written), asked = answered(first)
     anew = next(filter(None, map(reads_anew, own_functions(step.model))), "")
     if not written and not asked.found and not anew:
         return exported
@@ -289,7 +293,7 @@ def _trace(
 
     def again(state: Sequence[Written], lengths: Lengths) -> Sequence[Written] | None:
         found = step.written
-        with carried_on(state), suppress(CaptureError):
+        with asking("", asked.is_traced), carried_on(state), suppress(CaptureError):
             other = _traced_once(step, examples, free, lengths)
             return found if computation(other.graph, inputs.batch_size) == computed else None
         return None

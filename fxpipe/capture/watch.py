@@ -95,7 +95,11 @@ def _refused_to_users(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _hooked(hooks: Any) -> Any:
     """Torch's own ones change nothing."""
-    if isinstance(hooks, save_on_cpu) or sys._getframe(1).f_code.co_filename.startswith(private.FRAMEWORK):
+    if (
+        not torch.is_grad_enabled()
+        or isinstance(hooks, save_on_cpu)
+        or sys._getframe(1).f_code.co_filename.startswith(private.FRAMEWORK)
+    ):
         return _ENTER(hooks)
     raise CaptureError(_SAVED)
 
@@ -173,13 +177,13 @@ def refuse_outside(model: nn.Module) -> None:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Refuse a forward that puts other tensors in its buffers' places, or adds parameters or modules."""
-    before, kept = dict(model.named_buffers()), _named(model)
+    """Refuse a forward that puts other tensors in its buffers' places, or adds parameters."""
+    before, kept = dict(model.named_buffers()), {name for name, _ in model.named_parameters()}
     yield
-    if changed := sorted(kept ^ _named(model)):
+    if changed := sorted(kept ^ {name for name, _ in model.named_parameters()}):
         raise CaptureError(
-            f"forward adds or removes {changed[0]!r}, a parameter or module of the model, which a graph cannot; do so "
-            "in __init__, or call forward once before compiling, where that is all"
+            f"forward adds or removes {changed[0]!r}, a parameter of the model, which a graph cannot; do so in "
+            "__init__, or call forward once before compiling, where that is all"
         )
     for name, buffer in model.named_buffers():
         if before.get(name) is not buffer:
@@ -187,10 +191,6 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                 f"forward replaces its buffer {name!r}, which a graph cannot; write into it (copy_, add_), or keep it "
                 "outside forward"
             )
-
-
-def _named(model: nn.Module) -> set[str]:
-    return {name for name, _ in (*model.named_parameters(), *model.named_modules())}
 
 
 @contextmanager

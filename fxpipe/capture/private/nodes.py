@@ -106,9 +106,14 @@ def create_node(
     return node
 
 
+def spelled(name: str) -> str:
+    """As graphs spell the name of a placeholder."""
+    return name if name.islower() else fx.Graph().placeholder(name).name
+
+
 def rename(node: fx.Node, name: str) -> None:
     """Give a node a readable, unique name, as graphs spell those of their placeholders: a copy of it has the same."""
-    node._rename(name if name.islower() else fx.Graph().placeholder(name).name)
+    node._rename(spelled(name))
     if node.op == "placeholder":
         node.target = node.name
 

@@ -22,9 +22,25 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def asked_if_traced(flag: object) -> Iterator[None]:
-    """Inside, what torch keeps to say whether it traces is `flag`."""
+    """Inside, torch says that it traces where `flag` is true: asked anew, two frames below whoever asks torch."""
+    functions = torch.compiler.is_compiling, torch.compiler.is_exporting  # as they are imported elsewhere
+    codes = [function.__code__ for function in functions]
     with replaced(torch.compiler, "_is_compiling_flag", flag), replaced(torch.compiler, "_is_exporting_flag", flag):
-        yield
+        try:
+            for function, answer in zip(functions, (_compiling, _exporting), strict=True):
+                function.__code__ = answer.__code__
+            yield
+        finally:
+            for function, code in zip(functions, codes, strict=True):
+                function.__code__ = code
+
+
+def _compiling() -> bool:  # among torch.compiler's names
+    return bool(_is_compiling_flag)  # type: ignore[name-defined]  # noqa: F821
+
+
+def _exporting() -> bool:
+    return bool(_is_exporting_flag)  # type: ignore[name-defined]  # noqa: F821
 
 
 def autocast_devices() -> list[str]:
