@@ -748,6 +748,20 @@ def test_what_is_another_one_at_every_call_is_refused(drawn: Callable[[], float]
         captured(Step(lambda s, h, y: h * drawn()), batch())
 
 
+@dataclass(frozen=True)
+class Config:
+    times: int = 2
+
+
+def test_dataclasses_and_what_is_called_time_need_no_second_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces, export = [], torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *args, **named: traces.append(0) or export(*args, **named))
+    step = Step(lambda s, h, y: h * s.config.times + s.time(h))
+    step.config, step.time = Config(), nn.Linear(4, 4)  # type: ignore[assignment]
+    captured(step.double(), batch())
+    assert len(traces) == 1
+
+
 def test_a_clock_may_be_looked_at() -> None:
     exact(Step(lambda s, h, y: h if perf_counter() > 0 else 2 * h), batch())
 

@@ -61,12 +61,13 @@ def reads_anew(value: types.FunctionType) -> str:
     code, names = value.__code__, globals_in(value.__code__)
     found = [value.__globals__[name] for name in names if name in value.__globals__]
     of = {getattr(one, "__name__" if isinstance(one, types.ModuleType) else "__module__", None) for one in found}
+    of |= {one.argval for one in _instructions(code) if one.opname == "IMPORT_NAME"}
     anew = not _ANEW.isdisjoint(of) or not _CALLED_ANEW.isdisjoint(names_in(code))
     return f"{code.co_filename}:{code.co_firstlineno}" if anew else ""
 
 
 _ANEW = frozenset(("time", "datetime", "uuid", "secrets"))
-_CALLED_ANEW = _ANEW | {"urandom", "SystemRandom", "open", "read_text", "read_bytes"}
+_CALLED_ANEW = frozenset(("urandom", "SystemRandom", "open", "read_text", "read_bytes"))
 
 
 @functools.lru_cache(4096)

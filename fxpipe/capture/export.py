@@ -107,8 +107,7 @@ def export_step(call: ModelCall, result_of: ResultsOf) -> Exported:
         return flexible if computation(flexible.graph, size) == computation(fixed.graph, size) else fixed
 
     def confirmed(symbolic: torch.export.ExportedProgram) -> Exported:
-        own = (knows_sizes(one) for one in own_functions(call.model) if one.__name__ != "__init__")
-        places = (symbolic.graph_module.meta[_READ].told, *own)
+        places = (symbolic.graph_module.meta[_READ].told, *map(knows_sizes, own_functions(call.model)))
         if place := next(filter(None, places), None):
             return same_or(at_size(f"forward does something else of a plain number, at {place}"), symbolic)
         return _flat(symbolic, inputs, None)

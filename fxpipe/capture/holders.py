@@ -132,11 +132,14 @@ def named_by(model: nn.Module) -> list[Holder]:
     return list(walk.found.values())
 
 
+_OF_DATACLASSES = {"__init__", "__repr__", "__eq__", "__setattr__", "__delattr__"}
+
+
 def own_functions(model: nn.Module) -> list[types.FunctionType]:
-    """Those that its own code may call."""
+    """Those that forward's own code may call; of its dataclasses not what these are given."""
     walk = _Walk()
     walk.modules(model)
-    return [one for one in walk.seen if isinstance(one, types.FunctionType)]
+    return [one for one in walk.seen if isinstance(one, types.FunctionType) and one.__name__ not in _OF_DATACLASSES]
 
 
 def is_opaque(value: Any) -> bool:
