@@ -116,8 +116,7 @@ class TogetherProfiler:
         self._mine = Profiler(step, sizes, torch.device("cpu"), share)
 
     def round(self) -> Profile:
-        """The profile after one more round; steps before it have left none of its code in the caches."""
-        self._mine.warm_up()
+        """The profile after one more round."""
         self._mine.round()
         return gathered(_together(self._mine.profile()))
 

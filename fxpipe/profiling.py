@@ -80,12 +80,6 @@ class Profiler:
         """How often a round calls `progress`."""
         return len(self._mine) * len(self._sizes)
 
-    def warm_up(self) -> None:
-        """Run everything once, as after something else has run, without timing it."""
-        taken = {label: [*seconds] for label, seconds in self._taken.items()}
-        self.round()
-        self._taken = defaultdict(list, taken)
-
     def round(self, progress: Callable[[str], None] = lambda name: None) -> None:
         """Run everything once; `progress` is called with a part's name before it is timed. The first round warms up."""
         with torch.no_grad():
