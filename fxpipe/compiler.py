@@ -39,6 +39,7 @@ from fxpipe.costs import uncosted_ops
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.options import (
+    check_backend,
     check_counts,
     check_others,
     given_bytes,
@@ -337,8 +338,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     autocast = given_precision(given["precision"])
     example = example_of(model, given["example_inputs"], batch_size, world_size, asked, autocast)
     where = where or given_device(device_of(example.step))
-    if given["backend"] == "cudagraphs" and where.type != "cuda":
-        raise CompileError(f"backend='cudagraphs' is for GPUs, the ranks run on {where}; compile with device='cuda'")
+    check_backend(given["backend"], where)
     stages, microbatches = given["stages"], given["microbatches"]
     copies = given["data_parallel"] if asked == "auto" else given["data_parallel"] or 1
     alike = copies or 1 if trains_alike(given["shard"]) else 1  # such replicas have as many micro-batches each

@@ -53,7 +53,7 @@ def check_flags(**flags: bool | None) -> None:
 
 def check_others(
     *, observe: Any, recompute: Any, budget: Any, collocation: Any, fill: Any, shard: Any,
-    offload_optimizer: Any, shapes: Any, backend: Any, **_: Any,
+    offload_optimizer: Any, shapes: Any, **_: Any,
 ) -> None:  # fmt: skip
     """The options that are neither counts nor texts: what they must be able to do, before they are first used."""
     if observe is not None and not _takes(observe, "capture", None):
@@ -64,8 +64,6 @@ def check_others(
         raise CompileError(f"fill={fill!r}; give one of {', '.join(map(repr, FILLS))}")
     if shapes not in ("any", "fixed"):
         raise CompileError(f"shapes={shapes!r}; give 'any' or 'fixed', or leave it out")
-    if backend not in BACKENDS:
-        raise CompileError(f"backend={backend!r}; give one of {', '.join(map(repr, BACKENDS))}, or leave it out")
     if recompute not in (None, "auto", True, False):
         raise CompileError(f"recompute={recompute!r}; give True or False, 'auto', or leave it out")
     if shard not in (None, *SHARDS):
@@ -73,6 +71,14 @@ def check_others(
     check_flags(offload_optimizer=offload_optimizer)
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
         raise CompileError(f"budget={budget!r} is no number of seconds; give one, 0 for no search")
+
+
+def check_backend(backend: Any, device: torch.device) -> None:
+    """One that is known, and can run there."""
+    if backend not in BACKENDS:
+        raise CompileError(f"backend={backend!r}; give one of {', '.join(map(repr, BACKENDS))}, or leave it out")
+    if backend == "cudagraphs" and device.type != "cuda":
+        raise CompileError(f"backend='cudagraphs' is for GPUs, the ranks run on {device}; move the model there first")
 
 
 def held_cost_model(given: Any, or_text: str = "") -> CostModel:

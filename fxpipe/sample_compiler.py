@@ -27,7 +27,15 @@ from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import example_inputs, image_rows, row_inputs
 from fxpipe.models.pipelines import denoiser_names, is_pipeline, recorded_call
-from fxpipe.options import check_counts, check_flags, check_patches, given_bytes, given_cluster, given_sample_plan
+from fxpipe.options import (
+    check_backend,
+    check_counts,
+    check_flags,
+    check_patches,
+    given_bytes,
+    given_cluster,
+    given_sample_plan,
+)
 from fxpipe.plan.sample_plan import EXACT, How, Norms, SamplePlan
 from fxpipe.run.launch import join
 from fxpipe.run.launched_rank import LaunchedRank
@@ -75,6 +83,7 @@ def compile_sampler(
     objective: Objective = "latency",
     memory_limit: int | str | None = None,
     plan: SamplePlan | str | Path | None = None,
+    backend: str = "eager",
     observe: Observe = lambda name, artefact: None,
 ) -> Sampler:
     """Compile a pipeline, a denoiser, or any module whose inputs have rows, for sampling on `world_size` ranks.
@@ -137,6 +146,10 @@ def compile_sampler(
         plan: one that was made before, a `SamplePlan` or the file it was saved in: for calls like the example nothing
             is decided; calls of other sizes are planned in its mode, with as many stages. What is asked for beside it
             must be what it says, mode, warmup, norms and advance are the plan's.
+        backend: how what is computed between messages runs: "eager", operation by operation; by "inductor", compiled
+            in the second step of a kind; or, on GPUs, as "cudagraphs", recorded in the third and then replayed, which
+            takes the host next to no time (ranks that are threads of one process run eagerly). Recorded graphs hold
+            memory of their own. Plans and predictions are of eager ones.
 
     Raises:
         CaptureError: the denoiser cannot be captured as one graph.
@@ -168,7 +181,8 @@ def compile_sampler(
     # ranks: threads of this process, or processes that torchrun has started
     launched = join(world_size) is not None
     where = device_of(module)
-    ranks = _launched(where) if launched else LocalRanks()
+    check_backend(backend, where)
+    ranks = _launched(where, backend) if launched else LocalRanks(backend)
 
     # programs: for the example, and for other calls when they come
     network = given_cluster(known.cluster if known and cluster is None else cluster, world_size)
@@ -255,10 +269,10 @@ def _denoiser_call(
     return None, model, (), dict(example)
 
 
-def _launched(device: torch.device) -> Ranks:
+def _launched(device: torch.device, backend: str) -> Ranks:
     from fxpipe.run.transport.distributed import DistributedTransport
 
-    return LaunchedRank(DistributedTransport(device))
+    return LaunchedRank(DistributedTransport(device), backend)
 
 
 def _decoder_of(pipe: Any) -> nn.Module | None:

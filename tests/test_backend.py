@@ -12,10 +12,15 @@ from torch import fx
 import fxpipe
 from fxpipe.capture import private
 from fxpipe.errors import CompileError
+from fxpipe.models.backbones import example_inputs
 from fxpipe.program import Program
+from fxpipe.run import ranks
 from fxpipe.run.compiled import runnable
+from fxpipe.run.sampling import BoundProgram
+from fxpipe.sampler import Sampler
 from tests.distributed import run_processes
 from tests.peer_cases import PEER_CASES
+from tests.tiny_backbones import backbone
 from tests.toy_model import ToyStep
 
 
@@ -110,11 +115,71 @@ def test_recorded_graphs_are_called_as_eager_ones_are(case: str, monkeypatch: py
     assert all(torch.equal(gradient, expected.gradients[name]) for name, gradient in found.gradients.items())
 
 
+def in_place(run: Callable[[list[Any]], Any], *rest: Any) -> Callable[[list[Any]], Any]:
+    """A recording whose every replay writes in the memory of the one before, as CUDA graphs do."""
+    memory: list[torch.Tensor] = []
+
+    def replay(leaves: list[Any]) -> Any:
+        found = [value.clone() for value in run(leaves)]
+        if not memory:
+            memory.extend(found)
+        for place, value in zip(memory, found, strict=True):
+            place.copy_(value)
+        return memory
+
+    return replay
+
+
+UNET, DIT = "UNet2DConditionModel", "DiTTransformer2DModel"
+SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rows": (UNET, {"patches": 2}),
+    "advanced": (UNET, {"patches": 2, "mode": "displaced", "warmup": 2}),
+    "displaced": (DIT, {"patches": 2, "mode": "displaced", "warmup": 2, "advance": False}),
+    "stages": (UNET, {"stages": 2}),
+    "pipeline": (DIT, {"stages": 2, "patches": 4, "mode": "displaced", "warmup": 1}),
+    "pipeline of a U-Net": (UNET, {"stages": 2, "patches": 4, "mode": "displaced", "warmup": 1}),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_sampling_between_messages(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By each form's segments: to the bit what eager ones give, also where memory is written again."""
+    monkeypatch.setattr(private, "inductor", plain)
+    monkeypatch.setattr(private, "needs_host", lambda graph: None)
+    monkeypatch.setattr(private, "recorded", in_place)
+    model, options = SAMPLERS[name]
+    sampler = fxpipe.compile_sampler(backbone(model), 2, **options)
+    wanted = sampled(sampler)
+    for backend in ("inductor", "cudagraphs"):
+        monkeypatch.setattr(ranks, "BoundProgram", lambda *given, by=backend, **_: BoundProgram(*given, backend=by))
+        sampler.ranks.forget(sampler.step)
+        same = [*map(torch.equal, sampled(sampler), wanted)]
+        assert same == [True] * 6
+    assert "runs eagerly" not in caplog.text
+
+
+def sampled(sampler: Sampler) -> list[torch.Tensor]:
+    """Six steps of a call."""
+    call = {key: value for key, value in example_inputs(sampler.denoiser.module, 2).items() if key != "target"}
+    name, found = "sample" if "sample" in call else "hidden_states", list[torch.Tensor]()
+    call[name] = torch.randn(call[name].shape, generator=torch.Generator().manual_seed(0))
+    with sampler.call():
+        for step in range(6):
+            call["timestep"] = torch.full_like(call["timestep"], 900 - 100 * step)
+            found.append(sampler.predict(**call).sample.clone())
+            call[name] = call[name] + 0.1 * found[-1][:, : call[name].shape[1]]
+    return found
+
+
 def test_unknown_back_ends_are_refused() -> None:
     with pytest.raises(CompileError, match="backend='triton'; give one of 'eager', 'inductor', 'cudagraphs'"):
         compiled(backend="triton")
     with pytest.raises(CompileError, match="backend='cudagraphs' is for GPUs, the ranks run on cpu"):
         compiled(backend="cudagraphs")
+    with pytest.raises(CompileError, match="backend='cudagraphs' is for GPUs, the ranks run on cpu"):
+        fxpipe.compile_sampler(backbone(DIT), 2, backend="cudagraphs")
 
 
 @pytest.mark.parametrize("case", ["", "crossed_skips"], ids=["toy", "crossed_skips"])

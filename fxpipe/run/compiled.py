@@ -10,6 +10,7 @@ and a warning says why.
 import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -120,13 +121,32 @@ _lock = threading.Lock()
 
 def runnable(program: RankProgram, state: Mapping[str, torch.Tensor], backend: str) -> nn.Module:
     """The runnable module of a rank, its stage graphs by a back end, one of `fxpipe.options.BACKENDS`."""
-    module = program.bind(state)
     if backend == "eager":
-        return module
+        return program.bind(state)
+    module = with_stages(program, state, backend)
+    return RecordedRank(module) if backend == "cudagraphs" else module
+
+
+def with_stages(program: RankProgram, state: Mapping[str, torch.Tensor], backend: str) -> fx.GraphModule:
+    """The runnable module of a rank whose stage graphs are compiled or recorded. It sends copies of what is recorded,
+    which may be on its way when that is written again."""
+    if backend == "cudagraphs":
+        program = replace(program, graph=_sending_copies(program.graph))
+    module = program.bind(state)
     for name, graph in program.modules.items():
         if any(node.op == "call_function" and node.target is not ops.release for node in graph.nodes):
             module.add_module(name, Stage(name, graph, getattr(module, name), program.gathered, backend))
-    return RecordedRank(module) if backend == "cudagraphs" else module
+    return module
+
+
+def _sending_copies(graph: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    new.output(new.graph_copy(graph, {}))
+    for node in new.find_nodes(op="call_function", target=ops.send):
+        transport, value, *rest = node.args
+        with new.inserting_before(node):
+            node.args = transport, new.call_function(_CLONE, (value,)), *rest
+    return new
 
 
 class Stage(nn.Module):

@@ -41,9 +41,9 @@ class LaunchedRank(Ranks):
     `.data`, which torch does not count, is seen by the next call.
     """
 
-    def __init__(self, transport: DistributedTransport) -> None:
+    def __init__(self, transport: DistributedTransport, backend: str = "eager") -> None:
         super().__init__()
-        self._transport = transport
+        self._transport, self._backend = transport, backend
         self.rank: int = transport.rank
         self._num_calls, self._num_begun, self._num_made = 0, 0, 0  # predictions since the last call began
         self._num_plans = 0
@@ -176,7 +176,7 @@ class LaunchedRank(Ranks):
         self._transport.open_channels(channels, [])
         self._opened.update(channels)
         mine = {name: state[name].to(self._transport.device) for name in own.state}
-        held.state, held.bound = state, BoundProgram(own, mine, held.step.sends)
+        held.state, held.bound = state, BoundProgram(own, mine, held.step.sends, self._backend)
         self._bound[id(held.step)] = held
 
     def _agree_on_weights(self, state: Tensors) -> None:

@@ -218,19 +218,22 @@ def _equal(some: Tensors, others: Tensors) -> bool:
 
 
 class LocalRanks(Ranks):
-    """All ranks as threads of this process."""
+    """All ranks as threads of this process; CUDA graphs, which are a thread's own, are of a rank alone."""
 
     rank = None
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "eager") -> None:
         super().__init__()
+        self._backend = backend
         self._runs: dict[int, LocalRun] = {}  # by the number of ranks
         self._bound: dict[int, tuple[SampleStep, Tensors, list[BoundProgram]]] = {}
 
     def _predict(self, step: SampleStep, state: Tensors, tensors: Tensors, form: str, stream: str) -> torch.Tensor:
         known = self._bound.get(id(step))
         if known is None or known[1] is not state:
-            known = self._bound[id(step)] = step, state, [BoundProgram(program, state) for program in step.programs]
+            backend = "eager" if self._backend == "cudagraphs" and len(step.programs) > 1 else self._backend
+            bound = [BoundProgram(program, state, backend=backend) for program in step.programs]
+            known = self._bound[id(step)] = step, state, bound
         run = self._runs.setdefault(len(step.programs), LocalRun(len(step.programs)))
         return run.predict(known[2], tensors, form, stream)[0]
 

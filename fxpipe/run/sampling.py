@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxpipe.capture.surroundings import no_autocast
 from fxpipe.errors import RunError
@@ -26,6 +26,7 @@ from fxpipe.plan.transport import Pending, T, Transport
 from fxpipe.remembered import remembered
 from fxpipe.run.once import Once, Values
 from fxpipe.run.patched import Lazy, Patched, settled
+from fxpipe.run.segments import runnable_form
 from fxpipe.run.transport import RankThreads
 
 Tensors = Mapping[str, torch.Tensor]
@@ -38,12 +39,18 @@ def _unknown(form: str) -> SendOrder:
 class BoundProgram:
     """A rank's program with the state it reads, which is shared; its forms are made runnable when they first run.
 
-    `sends` gives the order in which all ranks' messages of a form can be sent, for transports that need one.
+    `sends` gives the order in which all ranks' messages of a form can be sent, for transports that need one; `backend`,
+    one of `fxpipe.options.BACKENDS`, runs what is between messages, from a form's second step on: in the first one
+    constants are made that operations keep.
     """
 
-    def __init__(self, program: SampleProgram, state: Tensors, sends: Callable[[str], SendOrder] = _unknown) -> None:
-        self.program, self.sends = program, sends
+    def __init__(
+        self, program: SampleProgram, state: Tensors, sends: Callable[[str], SendOrder] = _unknown,
+        backend: str = "eager",
+    ) -> None:  # fmt: skip
+        self.program, self.sends, self._backend = program, sends, backend
         self._state = {name: state[name] for name in program.state}
+        self._has_run = set[str]()
 
     def known(self, tensors: Tensors, once: Once) -> list[Values]:
         """The argument of forms that has what is computed once in a call; none where nothing is."""
@@ -53,9 +60,19 @@ class BoundProgram:
         weights = [self._state[str(node.target)] for node in self.program.once.find_nodes(op="get_attr")]
         return [once.values(self, read, weights, lambda: self.module("once")(*read))]
 
+    def run(self, form: str, *arguments: Any) -> Any:
+        """What a form returns."""
+        as_is = self._backend == "eager" or form not in self._has_run
+        self._has_run.add(form)
+        return (self.module if as_is else self._by_backend)(form)(*arguments)
+
     @remembered
     def module(self, form: str) -> fx.GraphModule:
         return self.program.bind(self._state, form)
+
+    @remembered
+    def _by_backend(self, form: str) -> nn.Module:
+        return runnable_form(self.program, form, self._state, self._backend)
 
 
 @dataclass
@@ -98,7 +115,7 @@ class SampleRun:
             known = bound.known(tensors, self._once)
             arguments: list[Any] = [self._transport, *inputs, *known, *([carried] if wanted.carried else [])]
             self._transport.begin_form(lambda: bound.sends(form))
-            result = bound.module(form)(*arguments)
+            result = bound.run(form, *arguments)
             prediction, carries = result if wanted.carries else (result, {})
             if carries:
                 self._streams[stream] = _Stream(bound, carries)
