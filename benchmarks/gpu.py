@@ -12,6 +12,8 @@ steps     plain torch (forward, backward), and one rank's program, in one micro-
 memory    the allocator's peak in a step without an optimizer, of batches that are predicted to need 40 and 80 % of it,
           the last also in four micro-batches; not after other parts, whose recorded graphs hold memory of their own
 denoiser  SDXL's, in float16: a step of two samples at 1024x1024 and 2048x2048, plain and by a sampler of one rank
+ranks     the same denoiser's, by the program of one of 2, 4 and 8 ranks whose messages are there at once: how long a
+          rank computes where it is given a part of the rows, operation by operation and as CUDA graphs
 
 Weights are random. Timings are medians.
 """
@@ -40,7 +42,11 @@ from cost_models import profile_files, timing
 from cost_models.devices import DEVICES
 from fxpipe.analysis import given_cost_model
 from fxpipe.capture.inputs import call_of
+from fxpipe.plan.transport import Pending
 from fxpipe.profiling import Profiler
+from fxpipe.run.sampling import BoundProgram, SampleRun
+from fxpipe.run.transport import InProcessTransport
+from fxpipe.run.transport.mailboxes import Mailboxes
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sd21": (StableDiffusion21Step, "2,8,16"),
@@ -48,7 +54,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 GPU = torch.device("cuda", 0)
 TOTAL, USED = torch.cuda.get_device_properties(GPU).total_memory, (0.4, 0.8)
-PARTS = "blocks", "steps", "memory", "denoiser"
+PARTS = "blocks", "steps", "memory", "denoiser", "ranks"
 ROUNDS, WARM_UP, STEPS = 6, 2, 7
 
 
@@ -73,6 +79,8 @@ def main() -> None:
             measured.steps(options.inductor)
     if "denoiser" in options.parts:
         denoiser(known)
+    if "ranks" in options.parts:
+        ranks(known)
 
 
 def own_model() -> str:
@@ -162,21 +170,72 @@ def denoiser(known: str) -> None:
     torch.manual_seed(0)
     with GPU:
         model = UNet2DConditionModel(**SDXL).half().eval().requires_grad_(False)
-    columns = "side", "plain torch", "program", "ratio", "predicted", "GiB allocated", "predicted"
+    columns = "side", "plain torch", "program", "CUDA graphs", "predicted", "GiB allocated", "predicted"
     table = titled("SDXL's denoiser, two samples: ms of a step", *columns)
     for side in (1024, 2048):
         call = denoiser_call(side // 8)
-        sampler = fxpipe.compile_sampler(model, 1, example=call, cfg=1, cost_model=f"{known}@float16")
-        with torch.no_grad(), sampler.call():
-            plain, taken = medians(lambda c=call: model(**c), lambda c=call, s=sampler: s.predict(**c))
+        options = {"example": call, "cfg": 1, "cost_model": f"{known}@float16"}
+        sampler, recorded = (fxpipe.compile_sampler(model, 1, backend=by, **options) for by in ("eager", "cudagraphs"))
+        with torch.no_grad(), sampler.call(), recorded.call():
+            calls = model, sampler.predict, recorded.predict
+            plain, taken, replayed = medians(*[lambda c=call, run=one: run(**c) for one in calls])
+        del recorded
+        gc.collect()
+        with sampler.call():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             sampler.predict(**call)
         found, (held,) = sampler.simulate(), sampler.simulate().peak_bytes
-        seconds = f"{1e3 * plain:.1f}", f"{1e3 * taken:.1f}", f"{taken / plain:.3f}"
+        seconds = [f"{1e3 * one:.1f}" for one in (plain, taken, replayed)]
         memory = f"{torch.cuda.max_memory_allocated() / 2**30:.2f}", f"{held / 2**30:.2f}"
         table.add_row(str(side), *seconds, f"{1e3 * found.makespan_seconds:.1f}", *memory)
     Console(width=140).print(table)
+
+
+class AtOnce(InProcessTransport):
+    """A rank whose messages are there as soon as they are asked for; what they say nobody reads."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(Mailboxes(world_size, 60), 0)
+        self.device = GPU
+
+    def send(self, tensor: torch.Tensor, dst: int, edge: int) -> None:
+        pass
+
+    def recv(
+        self, src: int, edge: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Pending[torch.Tensor]:
+        return Pending(lambda: torch.ones(shape, dtype=dtype, device=GPU))
+
+    def flush(self) -> None:
+        pass
+
+
+def ranks(known: str) -> None:
+    torch.manual_seed(0)
+    with GPU:
+        model = UNet2DConditionModel(**SDXL).half().eval().requires_grad_(False)
+    columns = "side", "ranks", "mode", "eager", "CUDA graphs", "predicted, with messages"
+    table = titled("SDXL's denoiser, two samples: ms of a rank's step", *columns)
+    for side, world_size, mode in itertools.product((1024, 2048), (2, 4, 8), ("exact", "displaced")):
+        call = denoiser_call(side // 8)
+        sampler = fxpipe.compile_sampler(
+            model, world_size, example=call, cfg=1, stages=1, patches=world_size, mode=mode, warmup=1,
+            cost_model=f"{known}@float16",
+        )  # fmt: skip
+        taken = medians(*(rank_step(sampler, call, backend) for backend in ("eager", "cudagraphs")), warm_up=6)
+        before, predicted = (sampler.simulate(steps).makespan_seconds for steps in (2, 3))
+        milliseconds = [f"{1e3 * one:.1f}" for one in (*taken, predicted - before)]
+        table.add_row(str(side), str(world_size), mode, *milliseconds)
+    Console(width=140).print(table)
+
+
+def rank_step(sampler: fxpipe.Sampler, call: dict[str, Any], backend: str) -> Callable[[], object]:
+    """A step of the first rank by itself, of the last form that a long call has; the first one is fresh."""
+    step, (tensors, _) = sampler.step, sampler.step.traced.captured.inputs.bind((), call)
+    bound = BoundProgram(step.program(0), sampler.denoiser.state(step.traced), backend=backend)
+    run, inputs, form = SampleRun(AtOnce(step.plan.world_size)), step.bind(tensors), step.sequence(9)[-1]
+    return lambda: run.predict(bound, inputs, form)
 
 
 def denoiser_call(side: int) -> dict[str, Any]:
@@ -232,13 +291,13 @@ def plainly(program: fxpipe.Program, batch: dict[str, Any]) -> None:
     loss.backward()
 
 
-def medians(*calls: Callable[[], object]) -> list[float]:
+def medians(*calls: Callable[[], object], warm_up: int = WARM_UP) -> list[float]:
     """Seconds of each, in turns."""
     taken: list[list[float]] = [[] for _ in calls]
-    for turn, (call, found) in itertools.product(range(WARM_UP + STEPS), zip(calls, taken, strict=True)):
+    for turn, (call, found) in itertools.product(range(warm_up + STEPS), zip(calls, taken, strict=True)):
         started = timing.now(GPU)
         call()
-        found += [timing.now(GPU) - started] if turn >= WARM_UP else []
+        found += [timing.now(GPU) - started] if turn >= warm_up else []
     return [statistics.median(found) for found in taken]
 
 
