@@ -29,7 +29,8 @@ from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import Patch, patches_of
 from passes.sampling.piped import Piped
 from passes.sampling.piped_rank import piped_programs
-from passes.sampling.staged import Staged, staged_programs
+from passes.sampling.staged import Staged
+from passes.sampling.staged_rank import staged_programs
 from passes.sampling.stages import Line
 from passes.sampling.times import inputs_of_call
 from passes.sampling.warm import with_warm
@@ -80,8 +81,8 @@ def _piped(
     assert line is not None
     groups = [case.runs(*span) for span in plan.grid.spans(plan.num_samples)]
     rows = case.rows_of([run for runs in groups for run in runs])
-    given = plan.bounds, plan.grid.patches, case.batched, plan.how.norms, device, plan.watching
-    piped = Piped(line, rows, groups, *given)
+    given = plan.bounds, plan.grid.patches, case.batched, device
+    piped = Piped(line, rows, groups, *given, norms=plan.how.norms, watching=plan.watching)
     programs, messages = piped_programs(piped, ranks)
     require_sequence(programs, messages, ("fresh", "fresh", "displaced", "displaced", "displaced"))
     return programs, messages
@@ -111,7 +112,8 @@ def _alone(
     rows = case.rows(size)
     if line is not None:
         runs = case.runs(0, size)
-        staged = Staged(line, case.rows_of(runs), runs, plan.bounds, case.batched, plan.attention, device)
+        given = plan.bounds, plan.grid.patches, case.batched, device, plan.attention
+        staged = Staged(line, case.rows_of(runs), [runs], *given)
         programs, sent = staged_programs(staged, ranks)
         return programs, {"fresh": sent}
     patches, graphs = _cut(case, size, plan, ranks)

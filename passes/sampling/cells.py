@@ -78,6 +78,7 @@ class CellWriter(FormWriter):
             if node.users:
                 self._env[node] = self.values[node.name] if node.meta["kind"] == "read" else self.given(node)
         returned: tuple[fx.Node, ...] = tuple(self.body(graph))
+        self.settle(graph)
         return returned
 
     def exchanged(self, graph: fx.Graph, key: tuple[str, str]) -> tuple[fx.Node, fx.Node]:

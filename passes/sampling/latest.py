@@ -21,7 +21,7 @@ from fxpipe.plan.rank_program import Message
 from fxpipe.plan.row_ops import Stretch
 from passes.operations import operation_name
 from passes.rows.layout import Rows
-from passes.sampling.cells import CellWriter
+from passes.sampling.cells import Cell, CellWriter
 from passes.sampling.exchanges import Exchange
 from passes.sampling.patches import Patch
 
@@ -68,6 +68,14 @@ class LatestWriter(CellWriter):
         for told, wire in wires:
             if told.src != self.patch.index:
                 self.come.setdefault((told.value, told.kind), []).append((told, wire))
+
+    def add(self, graph: fx.Graph, cell: Cell) -> tuple[fx.Node, ...]:
+        return tuple(map(self.apart, super().add(graph, cell)))
+
+    def settle(self, graph: fx.Graph) -> None:
+        """Wait for what patches beside this one tell."""
+        if len(self.patches) > self.turns:
+            super().settle(graph)
 
     def others_own(self) -> bool:
         return self.patch.owns

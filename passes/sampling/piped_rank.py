@@ -8,7 +8,7 @@ that exchange all, and tell each other what later steps read of single patches.
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,20 +20,19 @@ from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import Form, Parts, SampleProgram
 from passes.rows import RowPlan
 from passes.rows.layout import Rows
-from passes.sampling.cells import Cell, CellWriter, cells
+from passes.sampling.cells import Cell, CellWriter
 from passes.sampling.exchanges import Exchange
 from passes.sampling.latest import Latest, LatestWriter, name_of, told_name
 from passes.sampling.messages import exchange_nodes, exchanges_of, halo_of
 from passes.sampling.patch_graph import sum_graph
 from passes.sampling.patches import Patch
-from passes.sampling.piped import Piped, Sent, Turn, returned_names
+from passes.sampling.piped import DisplacedSent, FreshSent, Piped
 from passes.sampling.shared import require_rows
-from passes.sampling.staged import PREDICTION
-from passes.sampling.staged_rank import RankGraph
+from passes.sampling.staged import PREDICTION, Turn
+from passes.sampling.staged_rank import RankWriter
 
 BEGUN = "begun"
 """Under which every rank carries something, so that all know alike whether there was a step before."""
-FORMS = ("displaced", "fresh")
 
 
 def piped_programs(
@@ -44,110 +43,106 @@ def piped_programs(
     Raises:
         CompileError: the prediction is not made row by row.
     """
-    require_rows(next(iter(piped.plans.values())))
-    sent = {form: Sent(piped, form, min(rank % piped.beside for rank in ranks)) for form in FORMS}
+    require_rows(piped.plan(0, 0))
+    places = sorted({rank % piped.beside for rank in ranks})
+    displaced_sent, fresh_sent = DisplacedSent(piped, places), FreshSent(piped, places)
     programs = []
     for rank in sorted(ranks):
-        written = _Written(piped, rank, sent["displaced"], ())
-        fresh = _Written(piped, rank, sent["fresh"], written.taken)
-        forms = {"fresh": fresh.form, "displaced": written.form}
-        state = {**fresh.rows.state, **written.rows.state}
-        programs.append(SampleProgram(rank, forms, tuple(fresh.rows.given), state))
-    return tuple(programs), {form: tuple(of_form.all) for form, of_form in sent.items()}
+        displaced = _Displaced(piped, rank, displaced_sent)
+        form = displaced.write()
+        fresh = _Fresh(piped, rank, fresh_sent, displaced.taken)
+        forms = {"fresh": fresh.write(), "displaced": form}
+        state = {**fresh.state, **displaced.state}
+        programs.append(SampleProgram(rank, forms, tuple(fresh.given), state))
+    return tuple(programs), {"displaced": tuple(displaced_sent.all), "fresh": tuple(fresh_sent.all)}
 
 
-class _Written:
-    """One form of one rank. `wanted`: what a fresh form is to carry."""
+class _Displaced(RankWriter):
+    """The displaced form of one rank: it takes of the step before what it reads of patches behind its own."""
 
-    def __init__(self, piped: Piped, rank: int, sent: Sent, wanted: Iterable[str]) -> None:
-        self.piped, self.rank, self.sent, self.is_fresh, self.wanted = piped, rank, sent, sent.is_fresh, set(wanted)
-        self.group, column, self.place = group, *_ = piped.place(rank)
-        self.turns = piped.turns(group, self.place, "fresh" if self.is_fresh else "displaced")
-        self.mine = [message for message in sent.all if rank in message.channel]
-        plan, graphs = piped.plan(group, 0), piped.graphs(group, column, self.place)
-        between = [message for message in self.mine if not self._is_beside(message)]
-        self.rows = RankGraph(plan, graphs, rank, between, piped.device, takes_carried=not self.is_fresh)
-        self.taken: list[str] = []
-        self.carries: dict[str, fx.Node] = {}
-        self.latest = Latest(None if self.is_fresh else self._take)
-        runs = range(len(piped.groups[group]))
-        self.early: list[dict[str, fx.Node]] = [{} for _ in runs]
-        self.shared: list[dict[str, fx.Node]] = [{} for _ in runs]
-        self.values: list[dict[str, fx.Node]] = [{} for _ in self.turns]
-        begun = next(node for node in self.rows.graph.nodes if node.target is ops.begin)
-        if not self.is_fresh:
-            self._take(BEGUN)
-        own = [cell for cell in cells(piped.line, len(self.turns)) if cell.stage.column == column]
-        for cell in own:
-            self._add(cell, self.turns[cell.turn])
-        self.carries |= {name: self.latest[name] for name in self.taken if name != BEGUN}
-        self.carries[BEGUN] = begun
-        result = self._dense() if self.is_fresh else self._in_parts()
-        self.rows.graph.output((result, dict(self.carries)))
-        self.rows.graph.lint()
-        parts = None if self.is_fresh else _parts(piped)
-        self.form = Form(self.rows.graph, tuple(self.taken), tuple(self.carries), parts)
+    def __init__(self, piped: Piped, rank: int, sent: DisplacedSent) -> None:
+        super().__init__(piped, rank, sent, takes_carried=True)
+        self.piped, self.taken, self.latest = piped, list[str](), Latest(self._take)
+        self.shared: list[dict[str, fx.Node]] = [{} for _ in piped.groups[self.group]]
+        self._take(BEGUN)
 
     def _take(self, name: str) -> fx.Node:
         self.taken.append(name)
-        assert self.rows.carried is not None
-        return self.rows.call(ops.take, (self.rows.carried, name), f"carried_{name}")
+        assert self.carried is not None
+        return self.call(ops.take, (self.carried, name), f"carried_{name}")
 
-    # -- cells
-
-    def _add(self, cell: Cell, turn: Turn) -> None:
-        piped, values = self.piped, self.values[cell.turn]
-        self.rows.read(cell, values)
-        graph = piped.graph(self.group, cell.stage, turn)
-        writer = self._writer(cell, turn, graph, values)
-        returned = writer.add(graph, cell)
-        if piped.beside > 1:
-            writer.settle(graph)
-        if isinstance(writer, LatestWriter):
-            returned = tuple(map(writer.apart, returned))
-        made = writer.made()
+    def add(self, cell: Cell, turn: Turn) -> CellWriter:
+        writer = super().add(cell, turn)
         if turn.patch.owns:
-            self.shared[turn.run] |= {name: node for name, node in made.items() if name in piped.shared}
-        named = dict(zip(returned_names(piped, cell, turn), returned, strict=False))
-        values |= named
-        self.rows.send(cell, named)
-        if self.is_fresh and piped.num_patches > 1:
-            self._keep(cell, turn, made, writer, graph)
-        self._show(cell, named)
+            self.shared[turn.run] |= {name: node for name, node in writer.made().items() if name in self.piped.shared}
+        self.show(cell)
+        return writer
 
-    def _writer(self, cell: Cell, turn: Turn, graph: fx.Graph, values: dict[str, fx.Node]) -> CellWriter:
-        piped, spans = self.piped, self.piped.groups[self.group]
-        plan, whole = piped.plan(self.group, turn.run), len(spans) == 1 and len(piped.groups) == 1
-        known = ChainMap(values, self.shared[turn.run])
-        operand = self.rows.operand(turn.run, None if whole else spans[turn.run], piped.batched)
-        rest = piped.device, self.rows.transport, operand, known, self.early[turn.run]
-        within = self.sent.within.get((self.group, cell), [])
-        if self.is_fresh:
-            return CellWriter(plan, piped.bands(plan), turn.patch, within, *rest)
-        patches = piped.patches(plan)
+    def writer(self, cell: Cell, turn: Turn, graph: fx.Graph, values: dict[str, fx.Node]) -> CellWriter:
+        piped, plan = self.piped, self.piped.plan(self.group, turn.run)
+        given = plan, piped.patches(plan), turn.patch
+        rest = self.of_rank(turn, ChainMap(values, self.shared[turn.run]))
         if turn.patch.is_whole:
-            return CellWriter(plan, patches, turn.patch, [], *rest)
-        first = piped.turns(self.group, self.place, "displaced")[turn.run]
+            return CellWriter(*given, [], *rest)
+        first = piped.patch_turns(self.group, self.place)[turn.run]
         exchanges_of([piped.graph(self.group, cell.stage, first), graph])  # the same in the same order
         told = [(message, message) for message in piped.told(self.group, cell.stage, turn.run, self.place)]
+        within = self.sent.within.get((self.group, cell), [])
         how: dict[str, Any] = {"latest": self.latest, "stage": cell.stage.index, "run": turn.run, "norms": piped.norms}
         how |= {"turns": piped.num_turns, "wires": [both for both in within if self.rank in both[1].channel]}
-        return LatestWriter(plan, patches, turn.patch, told, *rest, **how)
+        return LatestWriter(*given, told, *rest, **how)
+
+    def form(self) -> Form:
+        """With the prediction in parts, as they come."""
+        places, turns = range(self.piped.beside), range(self.piped.num_turns)
+        parts = [self.come(place, turn) for place in places for turn in turns]
+        carries = {name: self.latest[name] for name in self.taken if name != BEGUN} | {BEGUN: self.begun}
+        self.graph.output((parts, carries))
+        return Form(self.graph, tuple(self.taken), tuple(carries), _parts(self.piped))
+
+
+class _Fresh(RankWriter):
+    """The fresh form of one rank, which carries what is `wanted` of it."""
+
+    def __init__(self, piped: Piped, rank: int, sent: FreshSent, wanted: Iterable[str]) -> None:
+        super().__init__(piped, rank, sent)
+        self.piped, self.left, self.wanted, self.carries = piped, sent.left, set(wanted), dict[str, fx.Node]()
+
+    def add(self, cell: Cell, turn: Turn) -> CellWriter:
+        writer = super().add(cell, turn)
+        if self.piped.num_patches > 1:
+            self._keep(cell, turn, writer)
+        self.show(cell)
+        return writer
+
+    def form(self) -> Form:
+        """With the prediction whole."""
+        piped, plan = self.piped, self.piped.plan(0, 0)
+        state = plan.rows(plan.sized.result)
+        bands = [self.joined(self.pieces(place), 0) for place in range(piped.beside)]
+        if state.plain is not None or len(bands) == 1:
+            result = self.joined(bands, state.dim)
+        else:
+            args = bands, state.dim, _parts_of(state, piped.bands(plan))
+            result = self.call(row_ops.join_patches, args, PREDICTION)
+        self.carries[BEGUN] = self.begun
+        self.graph.output((result, dict(self.carries)))
+        return Form(self.graph, (), tuple(self.carries))
 
     # -- what a fresh step leaves to a displaced one
 
-    def _keep(self, cell: Cell, turn: Turn, made: dict[str, fx.Node], writer: CellWriter, graph: fx.Graph) -> None:
+    def _keep(self, cell: Cell, turn: Turn, writer: CellWriter) -> None:
         """Carry what is wanted of this rank's patches and of others', whose ranks tell it."""
-        piped, ends = self.piped, (cell.stage.index, turn.run)
-        left = [both for both in self.sent.left.get((self.group, cell), ()) if self.rank in both[1].channel]
+        piped, ends, made = self.piped, (cell.stage.index, turn.run), writer.made()
+        left = [both for both in self.left.get((self.group, cell), ()) if self.rank in both[1].channel]
         come = {
-            told_name(told, *ends): wire.received(self.rows.transport, piped.device, f"recv_{told.value}_of_{told.src}")
+            told_name(told, *ends): wire.received(self.transport, piped.device, f"recv_{told.value}_of_{told.src}")
             for told, wire in left
             if wire.dst == self.rank
         }
         told = [(told_name(message, *ends), wire) for message, wire in left if wire.src == self.rank]
         found, of_others = dict[str, fx.Node](), {name for name, _ in told}
-        first = piped.turns(self.group, self.place, "displaced")[turn.run]
+        graph, first = piped.graph(self.group, cell.stage, turn), piped.patch_turns(self.group, self.place)[turn.run]
         for node in exchange_nodes(piped.graph(self.group, cell.stage, first)):
             exchange: Exchange = node.meta["exchange"]
             if piped.beside > 1:
@@ -160,12 +155,12 @@ class _Written:
                 if name in self.wanted or name in of_others:
                     found[name] = make()
         for name, wire in told:
-            wire.sent(self.rows.transport, found[name], f"send_{name}_to_{wire.dst}")
+            wire.sent(self.transport, found[name], f"send_{name}_to_{wire.dst}")
         for name, node in found.items():
             if name in self.wanted:
-                self.carries[name] = self.rows.call(torch.ops.aten.clone.default, (node,), f"{name}_kept")
+                self.carries[name] = self.call(torch.ops.aten.clone.default, (node,), f"{name}_kept")
         for name, node in come.items():
-            value = self.rows.call(ops.wait, (node,), name)
+            value = self.call(ops.wait, (node,), name)
             if name in self.wanted:
                 self.carries[name] = value
 
@@ -174,7 +169,7 @@ class _Written:
         if state is None or state.pad == (0, 0):
             return value
         args = (value, state.dim, state.pad[0], state.pad[0] + state.size(count))
-        return self.rows.call(torch.ops.aten.slice.Tensor, args, f"{value.name}_rows")
+        return self.call(torch.ops.aten.slice.Tensor, args, f"{value.name}_rows")
 
     def _own_values(
         self, cell: Cell, turn: Turn, node: fx.Node, value: fx.Node, made: dict[str, fx.Node]
@@ -203,11 +198,11 @@ class _Written:
                         first = patch.span(state)[0] - band.span(state)[0] + read[0]
                         args = value, state.dim, first, read[1]
                         of_edge = name(patch.index, dst.index)
-                        yield of_edge, partial(self.rows.call, row_ops.edge_rows, args, of_edge)
+                        yield of_edge, partial(self.call, row_ops.edge_rows, args, of_edge)
 
     def _moments(self, rows: tuple[Any, ...], num_groups: Any, name: str) -> fx.Node:
-        cut = self.rows.call(row_ops.cut_rows, rows, f"{name}_rows")
-        return self.rows.call(row_ops.moments, (cut, num_groups), name)
+        cut = self.call(row_ops.cut_rows, rows, f"{name}_rows")
+        return self.call(row_ops.moments, (cut, num_groups), name)
 
     def _part(
         self, cell: Cell, turn: Turn, plan: RowPlan, patch: Patch, name: str, made: dict[str, fx.Node]
@@ -220,64 +215,10 @@ class _Written:
                 state, value = plan.states[node.name], made[node.name]
                 if isinstance(state, Rows):
                     args = (value, state.dim, patch.stretches(state, turn.patch))
-                    value = self.rows.call(row_ops.cut_rows, args, f"{node.name}_cut")
+                    value = self.call(row_ops.cut_rows, args, f"{node.name}_cut")
                 values[node.name] = value
-        writer = self._writer(cell, turn, graph, values)
+        writer = self.writer(cell, turn, graph, values)
         return writer.add(graph, cell)[0]
-
-    # -- the prediction
-
-    def _is_beside(self, message: Message) -> bool:
-        """Whether it goes between ranks of one column."""
-        return message.src // self.piped.beside == message.dst // self.piped.beside
-
-    def _show(self, cell: Cell, made: Mapping[str, fx.Node]) -> None:
-        """Tell the ranks beside this one what is predicted, and post theirs, after what they swap in the cell."""
-        beside = [m for m in self.mine if self._is_beside(m) and (m.microbatch, m.value) == (cell.turn, PREDICTION)]
-        for message in beside if PREDICTION in made else ():
-            if message.dst == self.rank:
-                name = f"recv_prediction_from_{message.src}"
-                self.rows.posted[message.edge] = message.received(self.rows.transport, self.piped.device, name)
-        for message in beside if PREDICTION in made else ():
-            if message.src == self.rank:
-                message.sent(self.rows.transport, made[PREDICTION], f"send_prediction_to_{message.dst}")
-
-    def _pieces(self, place: int, turn: int) -> list[fx.Node]:
-        """Of a place's patch, or of its band, by groups and runs: made here, or on their way."""
-        last, found = self.piped.line.stages[-1].column, []
-        for group, spans in enumerate(self.piped.groups):
-            src = self.piped.rank(group, last, place)
-            for now in range(turn * len(spans), (turn + 1) * len(spans)):
-                if self.rank == src:
-                    found.append(self.values[now][PREDICTION])
-                    continue
-                (message,) = (
-                    m for m in self.mine
-                    if (m.src, m.microbatch, m.kind) == (src, now, PREDICTION)
-                )  # fmt: skip
-                found.append(self.rows.posted[message.edge])
-        return found
-
-    def _in_parts(self) -> list[list[fx.Node]]:
-        places, turns = range(self.piped.beside), range(self.piped.num_turns)
-        return [self._pieces(place, turn) for place in places for turn in turns]
-
-    def _dense(self) -> fx.Node:
-        plan = next(iter(self.piped.plans.values()))
-        state, bands = plan.rows(plan.sized.result), list[fx.Node]()
-        for place in range(self.piped.beside):
-            pieces = [
-                self.rows.call(ops.wait, (node,), "prediction_come") if node.target is ops.recv else node
-                for node in self._pieces(place, 0)
-            ]
-            bands.append(self._joined(pieces, 0))
-        if state.plain is not None or len(bands) == 1:
-            return self._joined(bands, state.dim)
-        args = bands, state.dim, _parts_of(state, self.piped.bands(plan))
-        return self.rows.call(row_ops.join_patches, args, PREDICTION)
-
-    def _joined(self, pieces: list[fx.Node], dim: int) -> fx.Node:
-        return pieces[0] if len(pieces) == 1 else self.rows.call(torch.ops.aten.cat.default, (pieces, dim), PREDICTION)
 
 
 def _parts(piped: Piped) -> Parts:

@@ -10,177 +10,162 @@ rank 3:     wait h; stage 1, patch 1 of sample 0     ...
 Patches of a stage exchange what they need of each other in the step itself. Every rank holds its stages' weights alone.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import fx
 
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_plan import Kind
-from fxpipe.plan.sample_program import Form, SampleProgram
+from fxpipe.remembered import remembered
 from passes.rows import RowPlan
 from passes.sampling.attention import Shared
-from passes.sampling.cells import Cell, CellWriter, cells
+from passes.sampling.cells import Cell, cells
 from passes.sampling.groups import Span
 from passes.sampling.messages import Placed, Wires, messages_of
 from passes.sampling.patch_graph import Piece, patch_graph
 from passes.sampling.patches import Patch, held, patches_of
-from passes.sampling.staged_rank import RankGraph
-from passes.sampling.stages import Line
+from passes.sampling.stages import Line, Stage
 
 PREDICTION = "prediction"
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What passes through the stages: a run of a group's samples, in a patch of its rows."""
+
+    patch: Patch
+    run: int
+
+
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """Stages, patches beside each other, and runs of samples that follow each other.
+    """Stages, and for every group of samples its runs; group g's column c has at place p of `beside` ranks
+    (g * columns + c) * beside + p, and there the p-th band of the rows, with as many of the patches between `bounds` as
+    the others.
 
     `plans` has where the rows lie for every number of samples in a run; `batched` are the inputs whose dimension 0 is
-    the batch, `kinds` are of attention. Column c's patch p is on rank c * patches + p.
+    the batch, `kinds` are of attention.
     """
 
     line: Line
     plans: Mapping[int, RowPlan]
-    spans: Sequence[Span]
+    groups: Sequence[Sequence[Span]]
     bounds: Sequence[int]
+    beside: int
     batched: Mapping[str, torch.Tensor]
-    kinds: Sequence[Kind]
     device: torch.device
+    kinds: Sequence[Kind] = ()
 
     @property
-    def num_patches(self) -> int:
-        return len(self.bounds) - 1
+    def num_turns(self) -> int:
+        """Patches of a band."""
+        return (len(self.bounds) - 1) // self.beside
 
-    def rank(self, column: int, patch: int) -> int:
-        return column * self.num_patches + patch
+    def rank(self, group: int, column: int, place: int) -> int:
+        return (group * self.line.num_columns + column) * self.beside + place
 
-    def size(self, turn: int) -> int:
-        return self.spans[turn][1] - self.spans[turn][0]
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """Group, column and place."""
+        column, place = divmod(rank, self.beside)
+        return *divmod(column, self.line.num_columns), place
 
-    def patches(self, turn: int) -> list[Patch]:
-        return patches_of(self.plans[self.size(turn)], self.bounds)
+    def is_beside(self, message: Message) -> bool:
+        """Whether it goes between ranks of one column."""
+        return message.src // self.beside == message.dst // self.beside
 
+    def plan(self, group: int, run: int) -> RowPlan:
+        start, stop = self.groups[group][run]
+        return self.plans[stop - start]
 
-def piece_of(line: Line, index: int) -> Piece:
-    """What a stage computes."""
-    stage = line.stages[index]
-    return Piece(stage.nodes, line.early, stage.reads, stage.returns)
+    def bands(self, plan: RowPlan) -> list[Patch]:
+        """What each place has of the rows."""
+        return patches_of(plan, self.bounds[:: self.num_turns])
 
+    def turns(self, group: int, place: int) -> list[Turn]:
+        """What passes through the stages, where all rows of a band do at once."""
+        band = self.bands(self.plan(group, 0))[place]
+        return [Turn(band, run) for run in range(len(self.groups[group]))]
 
-def staged_programs(staged: Staged, ranks: Collection[int]) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
-    """The programs of these ranks, and all messages in the order of every channel."""
-    places = sorted({rank % staged.num_patches for rank in ranks})
-    graphs = {
-        (stage.index, size): {
-            place: patch_graph(plan, of_size[place], piece_of(staged.line, stage.index), attended=attended, exact=True)
-            for place in places
-        }
-        for size, plan in staged.plans.items()
-        for of_size in [patches_of(plan, staged.bounds)]
-        for attended in [Shared.of(plan, of_size, staged.kinds)]
-        for stage in staged.line.stages
-    }
-    order = cells(staged.line, len(staged.spans))
-    sent = Sent()
-    for cell in order:
-        sent.add_cell(staged, cell, graphs[cell.stage.index, staged.size(cell.turn)].values())
-    programs = []
-    for rank in sorted(ranks):
-        column, patch = divmod(rank, staged.num_patches)
-        own = [cell for cell in order if cell.stage.column == column]
-        of_rank = [graphs[cell.stage.index, staged.size(cell.turn)][patch] for cell in own]
-        programs.append(_RankWriter(staged, column, patch, sent).program(own, of_rank))
-    return tuple(programs), tuple(sent.all)
+    def graph(self, group: int, stage: Stage, turn: Turn) -> fx.Graph:
+        """What a stage computes at a turn."""
+        start, stop = self.groups[group][turn.run]
+        return self.cut(stop - start, stage, turn.patch)
+
+    @remembered
+    def cut(self, size: int, stage: Stage, patch: Patch) -> fx.Graph:
+        """The graph of a stage's part of a patch, of so many samples; made when it is first asked for."""
+        plan = self.plans[size]
+        piece = Piece(stage.nodes, self.line.early, stage.reads, stage.returns)
+        return patch_graph(plan, patch, piece, attended=Shared.of(plan, self.bands(plan), self.kinds), exact=True)
+
+    def graphs(self, group: int, column: int, place: int) -> list[fx.Graph]:
+        """All that a rank computes."""
+        own = [stage for stage in self.line.stages if stage.column == column]
+        return [self.graph(group, stage, turn) for stage in own for turn in self.turns(group, place)]
+
+    def returned(self, stage: Stage, patch: Patch) -> list[str]:
+        """What a stage returns of a patch, in the order of its graph; the last one's has the prediction too."""
+        return [*stage.returns, PREDICTION] if stage == self.line.stages[-1] else [*stage.returns]
+
+    def like(self, plan: RowPlan, patch: Patch, name: str) -> torch.Tensor:
+        """Shape and type of what is returned of a patch."""
+        return plan.sized.result.meta["val"] if name == PREDICTION else held(plan, patch, name)
+
+    def prediction(self) -> torch.Tensor:
+        """Shape and type of that for all samples."""
+        like: torch.Tensor = self.plan(0, 0).sized.result.meta["val"]
+        return like.new_empty((self.groups[-1][-1][1], *like.shape[1:]))
+
+    def receivers(self, group: int, stage: Stage, place: int, name: str) -> list[tuple[int, str]]:
+        """The other ranks that a value goes to, and what it is for them."""
+        if name == PREDICTION:
+            kinds = dict.fromkeys(range(self.line.num_columns), PREDICTION)
+        else:
+            readers = [one for one in self.line.stages if name in one.reads]
+            kinds = {one.column: "skip" for one in readers}
+            kinds |= {one.column: "main" for one in readers if one.index == stage.index + 1}
+        return [(self.rank(group, column, place), kinds[column]) for column in sorted(kinds) if column != stage.column]
 
 
 class Sent(Wires):
-    """All messages: `within` a cell, between its patches, and from a cell to later ones."""
+    """All messages of a step in which every place has a band of the rows, in the order of every channel, the groups'
+    cells side by side; `microbatch` is the turn within the group.
 
-    def __init__(self) -> None:
+    `within` a cell: what ranks beside each other tell, as messages between what they have of the rows, each with that
+    between ranks.
+    """
+
+    def __init__(self, staged: Staged, places: Sequence[int]) -> None:
+        """`places`: whose graphs tell what all exchange."""
         super().__init__()
-        self.within: dict[Cell, Placed] = {}
+        self.staged, self.places = staged, places
+        self.within: dict[tuple[int, Cell], Placed] = {}
+        groups = range(len(staged.groups))
+        turns = [[self.turns(group, place) for place in range(staged.beside)] for group in groups]
+        for side_by_side in zip_longest(*(cells(staged.line, len(of_group[0])) for of_group in turns)):
+            for group, cell in ((group, cell) for group, cell in enumerate(side_by_side) if cell is not None):
+                self._add(group, cell, [of_place[cell.turn] for of_place in turns[group]])
 
-    def add_cell(self, staged: Staged, cell: Cell, graphs: Collection[fx.Graph]) -> None:
-        """Those of a cell, of which `graphs` are some patches'."""
-        patches, plan = staged.patches(cell.turn), staged.plans[staged.size(cell.turn)]
-        ranks = [staged.rank(cell.stage.column, patch.index) for patch in patches]
-        self.within[cell] = self.placed(messages_of(patches, graphs), cell.turn, ranks)
-        for name in returns_of(cell):
-            readers = readers_of(staged.line, cell, name)
-            for patch in patches if readers else ():
-                like = plan.sized.result.meta["val"] if name == PREDICTION else held(plan, patch, name)
-                for column, kind in readers:
-                    self.add(ranks[patch.index], staged.rank(column, patch.index), name, cell.turn, kind, like)
+    def turns(self, group: int, place: int) -> list[Turn]:
+        """What passes through the stages at a place."""
+        return self.staged.turns(group, place)
 
+    def _add(self, group: int, cell: Cell, turns: Sequence[Turn]) -> None:
+        """Those of a cell at all its places."""
+        staged, plan = self.staged, self.staged.plan(group, turns[0].run)
+        ranks = [staged.rank(group, cell.stage.column, place) for place in range(staged.beside)]
+        if staged.beside > 1:
+            self.tell(group, cell, turns, ranks)
+        for place, turn in enumerate(turns):
+            for name in staged.returned(cell.stage, turn.patch):
+                for dst, kind in staged.receivers(group, cell.stage, place, name):
+                    self.add(ranks[place], dst, name, cell.turn, kind, staged.like(plan, turn.patch, name))
 
-def returns_of(cell: Cell) -> tuple[str, ...]:
-    """What a cell's graph returns, by name; the last stage's has the prediction too."""
-    return (*cell.stage.returns, PREDICTION)
-
-
-def readers_of(line: Line, cell: Cell, name: str) -> list[tuple[int, str]]:
-    """The other columns that a value goes to, and what it is for them."""
-    if name == PREDICTION:
-        everyone = range(line.num_columns) if cell.stage == line.stages[-1] else ()
-        return [(column, "prediction") for column in everyone if column != cell.stage.column]
-    found = []
-    for column in line.readers(name):
-        readers = [s.index for s in line.stages if s.column == column and name in s.reads]
-        if column != cell.stage.column:
-            found.append((column, "main" if cell.stage.index + 1 in readers else "skip"))
-    return found
-
-
-class _RankWriter:
-    """One rank's program."""
-
-    def __init__(self, staged: Staged, column: int, patch: int, sent: Sent) -> None:
-        self.staged, self.column, self.patch, self.sent = staged, column, patch, sent
-        self.rank = staged.rank(column, patch)
-        self.between = [m for m in sent.all if m.kind in ("main", "skip", PREDICTION) and self._is_between(m)]
-
-    def _is_between(self, message: Message) -> bool:
-        """Whether it goes from column to column."""
-        return message.src // self.staged.num_patches != message.dst // self.staged.num_patches
-
-    def program(self, own: Sequence[Cell], graphs: Sequence[fx.Graph]) -> SampleProgram:
-        plan = next(iter(self.staged.plans.values()))
-        self.rows = RankGraph(plan, graphs, self.rank, self.between, self.staged.device)
-        turns = range(len(self.staged.spans))
-        self.values: list[dict[str, fx.Node]] = [{} for _ in turns]
-        self.early: list[dict[str, fx.Node]] = [{} for _ in turns]
-        for cell, graph in zip(own, graphs, strict=True):
-            self._add(cell, graph)
-        result = self._prediction()
-        self.rows.graph.output(result)
-        self.rows.graph.lint()
-        return SampleProgram(self.rank, {"fresh": Form(self.rows.graph)}, tuple(self.rows.given), self.rows.state)
-
-    def _add(self, cell: Cell, graph: fx.Graph) -> None:
-        staged, turn = self.staged, cell.turn
-        self.rows.read(cell, self.values[turn])
-        patches = staged.patches(turn)
-        span = staged.spans[turn] if len(staged.spans) > 1 else None
-        writer = CellWriter(
-            staged.plans[staged.size(turn)], patches, patches[self.patch], self.sent.within[cell], staged.device,
-            self.rows.transport, self.rows.operand(turn, span, staged.batched), self.values[turn], self.early[turn],
-        )  # fmt: skip
-        returned = dict(zip(returns_of(cell), writer.add(graph, cell), strict=False))
-        self.values[turn] |= returned
-        self.rows.send(cell, returned)
-
-    def _prediction(self) -> fx.Node:
-        """Of all samples, from the last stage."""
-        parts = []
-        for turn, values in enumerate(self.values):
-            for message in self.between:
-                if message.dst == self.rank and message.microbatch == turn and message.kind == PREDICTION:
-                    values[PREDICTION] = self.rows.wait(message)
-            parts.append(values[PREDICTION])
-        if len(parts) == 1:
-            return parts[0]
-        shape = list(parts[0].meta["val"].shape)
-        shape[0] = self.staged.spans[-1][1] - self.staged.spans[0][0]
-        like = torch.empty(shape, dtype=parts[0].meta["val"].dtype, device="meta")
-        return self.rows.call(torch.ops.aten.cat.default, (parts, 0), PREDICTION, like)
+    def tell(self, group: int, cell: Cell, turns: Sequence[Turn], ranks: Sequence[int]) -> None:
+        """Those within a cell."""
+        graphs = [self.staged.graph(group, cell.stage, turns[place]) for place in self.places]
+        told = messages_of([turn.patch for turn in turns], graphs)
+        self.within[group, cell] = self.placed(told, cell.turn, ranks)
