@@ -39,6 +39,14 @@ class Grid:
         """Ranks that make one prediction together."""
         return self.groups * self.stages * self.patches
 
+    def rank(self, group: int, column: int, patch: int) -> int:
+        return (group * self.stages + column) * self.patches + patch
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """Group, column and patch."""
+        column, patch = divmod(rank, self.patches)
+        return *divmod(column, self.stages), patch
+
     def spans(self, batch_size: int) -> list[tuple[int, int]]:
         """The samples [start, stop) of every group."""
         return microbatch_samples(microbatch_sizes(batch_size, self.groups))

@@ -125,16 +125,17 @@ class Columns(Layout):
     def ends(self, num_steps: int, fresh: bool) -> list[float]:
         turns, follows = self.num_runs * (1 if fresh else self.grid.turns), 0 if fresh else self.num_runs
 
-        between = cache(self.links.between)
+        to_columns = cache(self.links.to_columns)
 
         def hop(stage: Stage, turn: int, value: str, column: int) -> Busy:
-            return between(stage.column, column, self.work(turn, fresh).bytes_of(value))
+            return to_columns(stage.column, (column,), self.work(turn, fresh).bytes_of(value))
 
         def shown(stage: Stage, turn: int) -> Busy:
             result = self.work(turn, fresh).bytes_of(self.case.rows(self.run).sized.result.name)
             if self.in_turn:
                 return self.links.to_all(stage.column, result, self.made.watching)
-            return self.links.to_columns(stage.column, self.result_bytes(self.run))
+            others = [column for column in range(self.grid.stages) if column != stage.column]
+            return self.links.to_columns(stage.column, others, self.result_bytes(self.run))
 
         known = dict[tuple[int, int], float]()
 

@@ -40,7 +40,7 @@ class Links:
         key = column, id(told.sent)  # exchanges alike have one and the same; kept here, it stays the only one of its id
         if key not in self._told:
             transfers = (
-                (self._rank(group, column, src), self._rank(group, column, dst), size * share)
+                (self.grid.rank(group, column, src), self.grid.rank(group, column, dst), size * share)
                 for group, share in enumerate(self.shares)
                 for src, dst, size in told.sent
             )
@@ -63,18 +63,20 @@ class Links:
         each = self.of_patches(told, column).seconds / sum(map(sum, sizes.values()))
         return [(channels, each * sum(own), max(own)) for channels, own in sizes.items()]
 
-    def between(self, source: int, target: int, num_bytes: int) -> Busy:
-        """A value of every patch from column to column."""
+    def to_columns(self, column: int, others: Sequence[int], num_bytes: int) -> Busy:
+        """A value of every patch from a column to others."""
+        groups, patches, rank = range(self.grid.groups), range(self.grid.patches), self.grid.rank
         return self._at_once(
-            (self._rank(group, source, patch), self._rank(group, target, patch), num_bytes)
-            for group in range(self.grid.groups)
-            for patch in range(self.grid.patches)
+            (rank(group, column, patch), rank(group, other, patch), num_bytes)
+            for group in groups
+            for patch in patches
+            for other in others
         )
 
     def to_all(self, column: int, num_bytes: int, watching: int = 0) -> Busy:
         """A prediction from every patch of a column, of every group, to all other ranks, and those that watch."""
         groups, patches = range(self.grid.groups), range(self.grid.patches)
-        sources = [self._rank(group, column, patch) for group in groups for patch in patches]
+        sources = [self.grid.rank(group, column, patch) for group in groups for patch in patches]
         ranks = range(self.grid.of_copy + watching)
         return self._at_once((src, dst, num_bytes) for src in sources for dst in ranks if src != dst)
 
@@ -83,37 +85,20 @@ class Links:
         first = self.grid.world_size
         return self._busy(tuple((0, dst, num_bytes) for dst in range(first, first + watching)))
 
-    def to_columns(self, column: int, num_bytes: int) -> Busy:
-        """A prediction from every patch of a column to those of all others."""
-        groups, patches, others = range(self.grid.groups), range(self.grid.patches), range(self.grid.stages)
-        return self._at_once(
-            (self._rank(group, column, patch), self._rank(group, other, patch), num_bytes)
-            for group in groups
-            for patch in patches
-            for other in others
-            if other != column
-        )
-
     def of_groups(self, sizes: Sequence[int]) -> list[float]:
         """Until every group's prediction of so many bytes is at all others, where all are told at once."""
-        groups, patches = range(self.grid.groups), range(self.grid.patches)
-        if len(set(sizes)) == 1:  # all end at once
-            pairs = [(a, b) for a in groups for b in groups if a != b]
-            way = self._at_once(
-                (self._rank(a, 0, patch), self._rank(b, 0, patch), sizes[0]) for a, b in pairs for patch in patches
-            )
-            return [way.until_there] * len(sizes)
+        groups, patches, rank = range(self.grid.groups), range(self.grid.patches), self.grid.rank
         told = [(a, b) for a in groups for b in groups if a != b]
-        ends = self.cluster.concurrent_seconds([(self._rank(a, 0, 0), self._rank(b, 0, 0), sizes[a]) for a, b in told])
+        if len(set(sizes)) == 1:  # all end at once
+            way = self._at_once((rank(a, 0, patch), rank(b, 0, patch), sizes[0]) for a, b in told for patch in patches)
+            return [way.until_there] * len(sizes)
+        ends = self.cluster.concurrent_seconds([(rank(a, 0, 0), rank(b, 0, 0), sizes[a]) for a, b in told])
         return [max(end for end, (source, _) in zip(ends, told, strict=True) if source == group) for group in groups]
 
     def overhead_seconds(self, num_messages: float) -> float:
         """Those that a rank loses to so many messages of patches, whatever their bytes."""
-        last = self._rank(0, 0, self.grid.patches - 1)
+        last = self.grid.rank(0, 0, self.grid.patches - 1)
         return num_messages * route(self.cluster, 0, last)[0].overhead_seconds if last else 0.0
-
-    def _rank(self, group: int, column: int, patch: int) -> int:
-        return (group * self.grid.stages + column) * self.grid.patches + patch
 
     def _at_once(self, transfers: Iterable[Transfer]) -> Busy:
         firsts = range(0, self.grid.world_size, self.grid.of_copy)

@@ -290,8 +290,7 @@ def seen_patches(made: Choices, speeds: Sequence[float] = ()) -> tuple[int, ...]
 def _ranks(grid: Grid, column: int) -> Iterator[int]:
     """A stage's, copy by copy, group by group, patch by patch."""
     for group in range(grid.copies * grid.groups):
-        first = (group * grid.stages + column) * grid.patches
-        yield from range(first, first + grid.patches)
+        yield from (grid.rank(group, column, patch) for patch in range(grid.patches))
 
 
 def _labels(blocks: LateBlocks | None, spans: Sequence[StageSpan] | None) -> Iterator[str]:

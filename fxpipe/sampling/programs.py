@@ -81,7 +81,7 @@ def _piped(
     assert line is not None
     groups = [case.runs(*span) for span in plan.grid.spans(plan.num_samples)]
     rows = case.rows_of([run for runs in groups for run in runs])
-    given = plan.bounds, plan.grid.patches, case.batched, device
+    given = plan.bounds, plan.grid, case.batched, device
     piped = Piped(line, rows, groups, *given, norms=plan.how.norms, watching=plan.watching)
     programs, messages = piped_programs(piped, ranks)
     require_sequence(programs, messages, ("fresh", "fresh", "displaced", "displaced", "displaced"))
@@ -112,7 +112,7 @@ def _alone(
     rows = case.rows(size)
     if line is not None:
         runs = case.runs(0, size)
-        given = plan.bounds, plan.grid.patches, case.batched, device, plan.attention
+        given = plan.bounds, plan.grid, case.batched, device, plan.attention
         staged = Staged(line, case.rows_of(runs), [runs], *given)
         programs, sent = staged_programs(staged, ranks)
         return programs, {"fresh": sent}

@@ -43,24 +43,12 @@ class Piped(Staged):
     watching: int = 0
     _told: dict[tuple[int, int], list[Message]] = field(default_factory=dict, init=False)
 
-    @property
-    def num_patches(self) -> int:
-        return len(self.bounds) - 1
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.groups) * self.line.num_columns * self.beside
-
-    def place(self, rank: int) -> tuple[int, int, int]:
-        """Group, column and place; of a rank that watches a column that is none."""
-        return super().place(rank) if rank < self.num_ranks else (0, -1, 0)
-
     def patches(self, plan: RowPlan) -> list[Patch]:
-        return [replace(one, owns=one.index % self.num_turns == 0) for one in patches_of(plan, self.bounds)]
+        return [replace(one, owns=one.index % self.grid.turns == 0) for one in patches_of(plan, self.bounds)]
 
     def patch_turns(self, group: int, place: int) -> list[Turn]:
         """What passes through the stages, patch by patch of a band."""
-        count, runs = self.num_turns, range(len(self.groups[group]))
+        count, runs = self.grid.turns, range(len(self.groups[group]))
         own = self.patches(self.plan(group, 0))[place * count : (place + 1) * count]
         return [Turn(patch, run) for patch in own for run in runs]
 
@@ -91,8 +79,8 @@ class Piped(Staged):
         """The other ranks that a value goes to, the prediction to all, and what it is for them."""
         if name != PREDICTION:
             return super().receivers(group, stage, place, name)
-        own = self.rank(group, stage.column, place)
-        return [(rank, PREDICTION) for rank in range(self.num_ranks + self.watching) if rank != own]
+        own = self.grid.rank(group, stage.column, place)
+        return [(rank, PREDICTION) for rank in range(self.grid.of_copy + self.watching) if rank != own]
 
     def told(self, group: int, stage: Stage, run: int, place: int) -> list[Message]:
         """What all patches read of each other in a stage, as the graph of this place's first patch says."""
@@ -114,7 +102,7 @@ class FreshSent(Sent):
 
     def tell(self, group: int, cell: Cell, turns: Sequence[Turn], ranks: Sequence[int]) -> None:
         super().tell(group, cell, turns, ranks)
-        if (count := self.piped.num_turns) > 1:
+        if (count := self.piped.grid.turns) > 1:
             told = self.piped.told(group, cell.stage, turns[0].run, self.places[0])
             left = [message for message in told if message.kind != "gather"]
             self.left[group, cell] = self.placed(left, cell.turn, ranks, count)
@@ -131,6 +119,6 @@ class DisplacedSent(Sent):
         return self.piped.patch_turns(group, place)
 
     def tell(self, group: int, cell: Cell, turns: Sequence[Turn], ranks: Sequence[int]) -> None:
-        count, told = self.piped.num_turns, self.piped.told(group, cell.stage, turns[0].run, self.places[0])
+        count, told = self.piped.grid.turns, self.piped.told(group, cell.stage, turns[0].run, self.places[0])
         now = [message for message in told if message.src % count == turns[0].patch.index]
         self.within[group, cell] = self.placed(now, cell.turn, ranks, count)

@@ -89,12 +89,12 @@ class _Displaced(RankWriter):
         told = [(message, message) for message in piped.told(self.group, cell.stage, turn.run, self.place)]
         within = self.sent.within.get((self.group, cell), [])
         how: dict[str, Any] = {"latest": self.latest, "stage": cell.stage.index, "run": turn.run, "norms": piped.norms}
-        how |= {"turns": piped.num_turns, "wires": [both for both in within if self.rank in both[1].channel]}
+        how |= {"turns": piped.grid.turns, "wires": [both for both in within if self.rank in both[1].channel]}
         return LatestWriter(*given, told, *rest, **how)
 
     def form(self) -> Form:
         """With the prediction in parts, as they come."""
-        places, turns = range(self.piped.beside), range(self.piped.num_turns)
+        places, turns = range(self.piped.beside), range(self.piped.grid.turns)
         parts = [self.come(place, turn) for place in places for turn in turns]
         carries = {name: self.latest[name] for name in self.taken if name != BEGUN} | {BEGUN: self.begun}
         self.graph.output((parts, carries))
@@ -110,7 +110,7 @@ class _Fresh(RankWriter):
 
     def add(self, cell: Cell, turn: Turn) -> CellWriter:
         writer = super().add(cell, turn)
-        if self.piped.num_patches > 1:
+        if len(self.piped.bounds) > 2:  # several patches
             self._keep(cell, turn, writer)
         self.show(cell)
         return writer
@@ -178,7 +178,7 @@ class _Fresh(RankWriter):
         of its band's value."""
         plan, exchange = self.piped.plan(self.group, turn.run), node.meta["exchange"]
         patches, band, state = self.piped.patches(plan), turn.patch, exchange.state
-        own = [patch for patch in patches if patch.index // self.piped.num_turns == self.place]
+        own = [patch for patch in patches if patch.index // self.piped.grid.turns == self.place]
 
         def name(src: int, dst: int | None = None) -> str:
             return name_of(exchange.key, cell.stage.index, turn.run, src, dst)

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxpipe.plan.rank_program import Message
+from fxpipe.plan.sample_grid import Grid
 from fxpipe.plan.sample_plan import Kind
 from fxpipe.remembered import remembered
 from passes.rows import RowPlan
@@ -42,9 +43,8 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """Stages, and for every group of samples its runs; group g's column c has at place p of `beside` ranks
-    (g * columns + c) * beside + p, and there the p-th band of the rows, with as many of the patches between `bounds` as
-    the others.
+    """Stages, and for every group of samples its runs. At every place of a column of the `grid` is a band of the rows,
+    with as many of the patches between `bounds` as the others.
 
     `plans` has where the rows lie for every number of samples in a run; `batched` are the inputs whose dimension 0 is
     the batch, `kinds` are of attention.
@@ -54,23 +54,19 @@ class Staged:
     plans: Mapping[int, RowPlan]
     groups: Sequence[Sequence[Span]]
     bounds: Sequence[int]
-    beside: int
+    grid: Grid
     batched: Mapping[str, torch.Tensor]
     device: torch.device
     kinds: Sequence[Kind] = ()
 
     @property
-    def num_turns(self) -> int:
-        """Patches of a band."""
-        return (len(self.bounds) - 1) // self.beside
-
-    def rank(self, group: int, column: int, place: int) -> int:
-        return (group * self.line.num_columns + column) * self.beside + place
+    def beside(self) -> int:
+        """Places of a column."""
+        return self.grid.patches
 
     def place(self, rank: int) -> tuple[int, int, int]:
-        """Group, column and place."""
-        column, place = divmod(rank, self.beside)
-        return *divmod(column, self.line.num_columns), place
+        """Group, column and place; of a rank that watches a column that is none."""
+        return self.grid.place(rank) if rank < self.grid.of_copy else (0, -1, 0)
 
     def is_beside(self, message: Message) -> bool:
         """Whether it goes between ranks of one column."""
@@ -82,7 +78,7 @@ class Staged:
 
     def bands(self, plan: RowPlan) -> list[Patch]:
         """What each place has of the rows."""
-        return patches_of(plan, self.bounds[:: self.num_turns])
+        return patches_of(plan, self.bounds[:: self.grid.turns])
 
     def turns(self, group: int, place: int) -> list[Turn]:
         """What passes through the stages, where all rows of a band do at once."""
@@ -127,7 +123,8 @@ class Staged:
             readers = [one for one in self.line.stages if name in one.reads]
             kinds = {one.column: "skip" for one in readers}
             kinds |= {one.column: "main" for one in readers if one.index == stage.index + 1}
-        return [(self.rank(group, column, place), kinds[column]) for column in sorted(kinds) if column != stage.column]
+        columns = (column for column in sorted(kinds) if column != stage.column)
+        return [(self.grid.rank(group, column, place), kinds[column]) for column in columns]
 
 
 class Sent(Wires):
@@ -156,7 +153,7 @@ class Sent(Wires):
     def _add(self, group: int, cell: Cell, turns: Sequence[Turn]) -> None:
         """Those of a cell at all its places."""
         staged, plan = self.staged, self.staged.plan(group, turns[0].run)
-        ranks = [staged.rank(group, cell.stage.column, place) for place in range(staged.beside)]
+        ranks = [staged.grid.rank(group, cell.stage.column, place) for place in range(staged.beside)]
         if staged.beside > 1:
             self.tell(group, cell, turns, ranks)
         for place, turn in enumerate(turns):

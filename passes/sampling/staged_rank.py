@@ -155,7 +155,7 @@ class RankWriter:
         """A place's part of it, by groups and runs: made here, or on its way."""
         last, found = self.staged.line.stages[-1].column, []
         for group, spans in enumerate(self.staged.groups):
-            src = self.staged.rank(group, last, place)
+            src = self.staged.grid.rank(group, last, place)
             for now in range(turn * len(spans), (turn + 1) * len(spans)):
                 if self.rank == src:
                     found.append(self.values[now][PREDICTION])
