@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxpipe.models.backbones import prediction_of
-from passes.rows import RowPlan
+from passes.rows import RowPlan, analyse
 from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import patches_of
 from passes.sampling.times import CALL, PATCH, STEP, binding_times
@@ -159,6 +159,14 @@ def test_one_trace_serves_every_batch_size() -> None:
     torch.testing.assert_close(programs.of_samples(5).predict(**other)[0], wanted, rtol=1e-12, atol=1e-12)
     alone = row_programs(model, {name: value[:1] for name, value in call.items()}, 2, sample={"x": 2})
     torch.testing.assert_close(alone.of_samples(5).predict(**other)[0], wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_the_units_of_some_samples_are_those_of_others() -> None:
+    known = plan_of(Denoiser(), example(), {"x": 2})
+    capture, others = known.sized.capture, [None, known]
+    alone, after = (analyse(capture, {"x": 2}, 3, other=other) for other in others)
+    assert (str(after), after.units, after.coarsest) == (str(alone), alone.units, alone.coarsest)
+    assert (after.units.each, "down" in str(after.coarsest)) == (2, True)
 
 
 def test_a_value_and_a_number_are_of_two_kinds() -> None:

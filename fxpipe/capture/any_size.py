@@ -54,6 +54,7 @@ class AnySize:
     free: FreeSizes
     fixed: str | None = None
     of_all: dict[str, Any] = field(default_factory=dict)
+    _likes: dict[int, Any] = field(default_factory=dict)
 
     def at(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
         """The capture for calls of this one's sizes; of its tensors only shapes and types are used.
@@ -88,7 +89,7 @@ class AnySize:
     def _put(self, inputs: InputSpec, numbers: Numbers) -> Capture:
         sizes = {one: number for one, number in numbers.items() if one not in self.captured.batch}
         size = inputs.batch_size  # at others it may be other numbers that hold
-        graph = _with_numbers(self.captured.graph, sizes)
+        graph = _with_numbers(self.captured.graph, sizes, self._likes)
         return replace(self.captured, graph=graph, inputs=inputs, fewest=size, most=size)
 
     def require_equal(self, other: Capture) -> None:
@@ -175,11 +176,11 @@ def _numbers_read(guards: Sequence[Guard], given: Given | None) -> dict[str, int
     return found if len(found) <= _MOST_NUMBERS else {}
 
 
-def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
-    """The graph with these sizes; what only computed them is gone."""
+def _with_numbers(graph: fx.Graph, numbers: Numbers, likes: dict[int, Any]) -> fx.Graph:
+    """The graph with these sizes; what only computed them is gone. `likes`: of its values by id; it grows."""
     put = {one: sympy.Integer(number) for one, number in numbers.items()}
     mode = next(private.mode_of(t) for n in graph.nodes if (t := private.first_tensor(n.meta.get("val"))) is not None)
-    new, env, tensors = fx.Graph(), dict[fx.Node, Any](), dict[Any, torch.Tensor]()
+    new, env, tensors = fx.Graph(), dict[fx.Node, Any](), dict[int, torch.Tensor]()
 
     def whole(size: Any) -> Any:
         return private.sizes.traced_number(mode, size, int) if isinstance(size, sympy.Basic) else size
@@ -194,16 +195,18 @@ def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
         found = expr.xreplace(put)
         return found if found.free_symbols else int(found)
 
+    @cache
+    def like(sizes: Sequence[Sequence[Any]], dtype: torch.dtype, device: torch.device, grad: bool) -> torch.Tensor:
+        shape, stride = ([one if type(one) is int else whole(sized(one)) for one in of] for of in sizes)
+        return private.sizes.traced_tensor(mode, shape, stride, dtype, device, grad)
+
     def tensor(value: torch.Tensor) -> torch.Tensor:
-        sizes = [
-            [size if type(size) is int else sized(expression(size)) for size in kind]
-            for kind in (value.shape, value.stride())
-        ]
-        key = (*map(tuple, sizes), value.dtype, value.device, value.requires_grad)
-        if key not in tensors:
-            shape, stride = ([whole(one) for one in kind] for kind in sizes)
-            kind, place, grad = value.dtype, value.device, value.requires_grad
-            tensors[key] = private.sizes.traced_tensor(mode, shape, stride, kind, place, grad)
+        if (key := id(value)) not in tensors:
+            if key not in likes:
+                both = (value.shape, value.stride())
+                sizes = tuple([tuple([one if type(one) is int else expression(one) for one in of]) for of in both])
+                likes[key] = sizes, value.dtype, value.device, value.requires_grad
+            tensors[key] = like(*likes[key])
         return tensors[key]
 
     def leaf(value: Any) -> Any:
@@ -223,7 +226,9 @@ def _with_numbers(graph: fx.Graph, numbers: Numbers) -> fx.Graph:
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), leaf)
         env[node] = private.create_node(new, node.op, node.target, args, kwargs, node.name)
         env[node].meta.update({**node.meta, "val": value} if "val" in node.meta else node.meta)
-    new.eliminate_dead_code()  # of what only gave sizes
+    for node in reversed(new.nodes):  # what only gave sizes
+        if node.op == "call_function" and not node.users and not node.is_impure():
+            new.erase_node(node)
     for node in new.find_nodes(op="placeholder"):
         if not node.users and "input" in node.meta:
             new.erase_node(node)

@@ -1,10 +1,11 @@
 """A call of so many samples, analysed as far as planning or lowering asks: what both must see alike."""
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
+from itertools import chain
 from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ from passes.sampling.attention import Shared, alike, layers, with_most_heads
 from passes.sampling.groups import Span
 from passes.sampling.patch_graph import attention_piece
 from passes.sampling.patches import Patch, even_bounds, patches_of
-from passes.sampling.stages import LateBlocks, StageSpan, late_blocks, num_blocks, stage_spans
+from passes.sampling.stages import LateBlocks, Line, StageSpan, late_blocks, line_of, num_blocks, stage_spans
 from passes.sampling.text import alike as exchange_alike
 from passes.sampling.text import has_text, one_of_every_sort, shared_text, text_graph
 from passes.sampling.times import CALL, PATCH, binding_times, inputs_of_call, late_values
@@ -89,7 +90,9 @@ class SampleCase:
         """Where the rows lie, of so many of the samples."""
         traced, sized = self.traced, self.traced.sized
         known = sized if sized is not None and sized.batch_size == num_samples else None
-        return analyse(traced.captured, traced.rows, num_samples, known)
+        others: list[RowPlan] = self.found_once("row plans", list)
+        others.append(analyse(traced.captured, traced.rows, num_samples, known, *others[-1:]))
+        return others[-1]
 
     def rows_of(self, spans: Sequence[Span]) -> dict[int, RowPlan]:
         """By the number of samples of each span."""
@@ -326,10 +329,19 @@ class SampleCase:
         """A cluster's, as a grid's ranks use them; of what one group's patches tell those of each send `shares`."""
         return self.found_once(("links", cluster, grid, shares), lambda: Links(cluster, grid, shares))
 
-    def needed(self, num_samples: int, names: Collection[str], early: frozenset[str]) -> frozenset[str]:
-        """These operations, and those among `early` that they need."""
-        nodes = self.rows(num_samples).sized.nodes
-        return frozenset(reached(names, lambda one: [n.name for n in nodes[one].all_input_nodes if n.name in early]))
+    @_once
+    def columns(
+        self, num_samples: int, columns: int, spans: tuple[StageSpan, ...]
+    ) -> tuple[Line, list[frozenset[str]]]:
+        """Stages of so many samples; of every column their operations, and those before the patch that they need."""
+        line, reads = line_of(self.blocks(num_samples, num_blocks(columns)), spans), self.rows(num_samples).sized.reads
+
+        def needed(late: frozenset[str]) -> frozenset[str]:
+            first = line.early.intersection(chain.from_iterable(map(reads.__getitem__, late)))
+            return late.union(reached(first, lambda one: line.early.intersection(reads[one])))
+
+        late = (frozenset[str]().union(*(s.nodes for s in line.stages if s.column == c)) for c in range(columns))
+        return line, [*map(needed, late)]
 
     @_once
     def _of_graph(self, num_samples: int) -> str:

@@ -20,7 +20,7 @@ from fxpipe.sampling.links import Busy
 from fxpipe.sampling.paced import paced
 from fxpipe.sampling.planning import Choices, seen_patches
 from passes.sampling.patches import even_bounds
-from passes.sampling.stages import Stage, line_of, num_blocks
+from passes.sampling.stages import Stage
 from passes.sampling.work import Item, PatchWork
 
 _STEPS = 4
@@ -37,7 +37,7 @@ class Columns(Layout):
         self.seen = (0,) if alike else seen_patches(made, self.speeds[: self.grid.patches])
         self.run = case.run_size(self.grid)
         self.num_runs = len(case.runs(*self.grid.spans(case.num_samples)[0]))
-        self.line = line_of(case.blocks(self.run, num_blocks(self.grid.stages)), made.spans)
+        self.line, self.column_names = case.columns(self.run, self.grid.stages, made.spans)
         self.in_turn = made.order == IN_TURN
         self.fresh_bounds = made.bounds[:: self.grid.turns]
 
@@ -72,25 +72,21 @@ class Columns(Layout):
         count, work = self.grid.turns, partial(self.case.work, self.run, self.made.bounds)
         return [{place: work(place * count + turn, None, turns=count) for place in self.seen} for turn in range(count)]
 
-    @remembered
     def items(self, work: PatchWork, stage: Stage) -> list[Item]:
         """A stage's alone; of patches in turn predictions are shown to all, not gathered."""
-        items, places = work.items, work.places(stage.nodes)
-        if self.in_turn:
-            places = [place for place in places if (one := items[place].told) is None or one.kind != "prediction"]
-        return alone(items, places)
+
+        def made() -> list[Item]:
+            items, places = work.items, work.places(stage.nodes)
+            if self.in_turn:
+                places = [place for place in places if (one := items[place].told) is None or one.kind != "prediction"]
+            return alone(items, places)
+
+        return self.case.found_once(("items", work, stage, self.in_turn), made)
 
     @cached_property
     def firsts(self) -> dict[int, int]:
         """Of every column its first stage, by number."""
         return {stage.column: stage.index for stage in reversed(self.line.stages)}
-
-    @cached_property
-    def column_names(self) -> list[frozenset[str]]:
-        """Of every column the operations of its stages, and those before the patch that they need."""
-        stages = self.line.stages
-        late = [frozenset[str]().union(*(s.nodes for s in stages if s.column == c)) for c in range(self.grid.stages)]
-        return [self.case.needed(self.run, names, self.line.early) for names in late]
 
     def seconds(self, stage: Stage, turn: int, fresh: bool) -> float:
         """Of a cell; a column's first one of a run also computes what is before the patch."""

@@ -130,14 +130,14 @@ class _Place:
 
 def _places(nodes: Sequence[fx.Node], moved: Mapping[fx.Node, fx.Node], bytes_of: BytesOf) -> list[_Place]:
     """Where the line may be cut: nowhere that a tuple, or a tensor which is no multiple of the batch, is alive."""
-    position = {n: i for i, n in enumerate(nodes)}
+    position = {n: i for i, n in enumerate(nodes) if not is_size(n.meta["val"])}
     born: list[list[int]] = [[] for _ in range(len(nodes) + 1)]
     dead: list[list[int]] = [[] for _ in range(len(nodes) + 1)]
     barred = [0] * (len(nodes) + 2)
     sizes: dict[int, tuple[int, bool] | None] = {}  # by the value's id: of many nodes it is one and the same
     for i, node in enumerate(nodes):
         value = node.meta["val"]
-        last = max((position[u] for u in node.users if u in position and not is_size(u.meta["val"])), default=i)
+        last = max((position[u] for u in node.users if u in position), default=i)
         if last == i:
             continue
         if id(value) not in sizes:

@@ -13,6 +13,8 @@ def parts(path: str) -> tuple[str, ...]:
 
 def common(a: Sequence[str], b: Sequence[str]) -> int:
     """How many leading steps are equal."""
+    if a == b:
+        return len(a)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

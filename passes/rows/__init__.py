@@ -98,19 +98,22 @@ class RowPlan:
         return self.found[name].wants.items() if name in self.found else ()
 
 
-def analyse(capture: Capture, rows: Mapping[str, int], batch_size: int, sized: Sized | None = None) -> RowPlan:
+def analyse(
+    capture: Capture, rows: Mapping[str, int], batch_size: int, sized: Sized | None = None, other: RowPlan | None = None
+) -> RowPlan:
     """Follow the rows of a captured denoiser.
 
     Args:
         rows: the row dimension of every input that has rows, by input name; the first one's entries are the rows.
         batch_size: samples in one call.
         sized: the graph for these, where it is known.
+        other: of another number of samples, whose units are no smaller.
 
     Raises:
         CompileError: an input is not there or has no such dimension; or the graph draws random numbers.
     """
     sized = sized or at_batch_size(capture, batch_size)
-    units, coarsest = Units(_num_rows(sized, rows)), None
+    units, coarsest = (other.units, other.coarsest) if other else (Units(_num_rows(sized, rows)), None)
     _refuse_unsafe(sized)
     while True:
         walk = Walk(units)

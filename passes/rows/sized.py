@@ -21,6 +21,7 @@ _FOR_ANY_STRIDES: dict[Any, Any] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
 }
+_PLAIN = frozenset([int, float, bool, str, type(None), torch._ops.OpOverload])
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,11 @@ class Sized:
     @cached_property
     def nodes(self) -> Mapping[str, fx.Node]:
         return {node.name: node for node in self.graph.nodes}
+
+    @cached_property
+    def reads(self) -> Mapping[str, tuple[str, ...]]:
+        """What every operation reads, by name."""
+        return {node.name: tuple([operand.name for operand in node.all_input_nodes]) for node in self.graph.nodes}
 
     @property
     def result(self) -> fx.Node:
@@ -114,7 +120,10 @@ def require_shapes(sized: Sized) -> None:
 
 def plain_like(value: Any, likes: Mapping[fx.Node, object]) -> Any:
     """Arguments as hashable data; of a node what its value is like, which is no number among arguments."""
-    if isinstance(value, fx.Node):
+    kind = type(value)
+    if kind in _PLAIN:  # nearly all
+        return kind, value
+    if kind is fx.Node:
         return fx.Node, likes[value]
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
@@ -122,4 +131,4 @@ def plain_like(value: Any, likes: Mapping[fx.Node, object]) -> Any:
         return tuple([plain_like(item, likes) for item in value])
     if isinstance(value, dict):
         return tuple([(name, plain_like(item, likes)) for name, item in value.items()])
-    return type(value), value
+    return kind, value

@@ -152,18 +152,13 @@ def _form(plan: RowPlan, patch: Patch, shared: frozenset[str]) -> Form:
         for name in names
         for node, first in zip(written[name], written[names[0]], strict=True)
     }
-    return Form(graph, Lives(owners), firsts, tuple(map(tuple, groups.values())), shared, _reads(plan))
+    return Form(graph, Lives(owners), firsts, tuple(map(tuple, groups.values())), shared, plan.sized.reads)
 
 
 def _holds(plan: RowPlan, form: Form) -> bool:
     """Whether what was alike at another size is so at this one."""
     kinds = plan.kinds
-    return form.captured == _reads(plan) and all(len({kinds[name] for name in names}) == 1 for names in form.groups)
-
-
-def _reads(plan: RowPlan) -> dict[str, tuple[str, ...]]:
-    nodes = plan.sized.graph.nodes
-    return {node.name: tuple([operand.name for operand in node.all_input_nodes]) for node in nodes}
+    return form.captured == plan.sized.reads and all(len({kinds[name] for name in names}) == 1 for names in form.groups)
 
 
 def _alike(plan: RowPlan, patch: Patch, form: Form) -> Alike | None:

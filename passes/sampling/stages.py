@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -24,6 +25,7 @@ from fxpipe.plan.block_graph import Block, bytes_at, tensor_bytes
 from passes.blocks import blocks
 from passes.blocks.freeze import Freeze
 from passes.rows import RowPlan
+from passes.rows.sized import Sized
 
 _BLOCKS = 8  # for every column, from which stages are made
 _SLACKS = (1.15, 1.4, 2.0, inf)  # of the mean load: the busiest column has no more, if that can be
@@ -65,7 +67,7 @@ class Line:
 class LateBlocks:
     """What depends on the patch as runs of operations, with names and seconds; `early` is what does not."""
 
-    nodes: Mapping[str, fx.Node]
+    sized: Sized
     blocks: tuple[Block, ...]
     seconds: tuple[float, ...]
     early: frozenset[str]
@@ -105,7 +107,7 @@ def late_blocks(
 
     cut = blocks(plan.sized.capture, Freeze(tuple(late), (), frozenset(), ()), node_seconds, count, bytes_of)
     seconds = tuple(sum(node_seconds.get(name, 0.0) for name in block.nodes) for block in cut)
-    return LateBlocks(plan.sized.nodes, cut, seconds, frozenset(calls).difference(late))
+    return LateBlocks(plan.sized, cut, seconds, frozenset(calls).difference(late))
 
 
 def stage_spans(late: LateBlocks, columns: int, fold: bool | None) -> tuple[StageSpan, ...]:
@@ -122,7 +124,7 @@ def stage_spans(late: LateBlocks, columns: int, fold: bool | None) -> tuple[Stag
         raise CompileError(
             f"stages={columns}, but the denoiser divides into {count} blocks; use stages={count} or fewer"
         )
-    values = list(_values(late.nodes, [block.nodes for block in late.blocks]))
+    values = list(_values(late.sized.nodes, [block.nodes for block in late.blocks]))
     ways = (False, True) if fold is None else (fold,)
     found = [_columns(late.seconds, values, columns, way) for way in ways]
     _, bounds = min(found, key=lambda way: (way[0], _sent(values, way[1], count)))
@@ -137,12 +139,12 @@ def line_of(late: LateBlocks, spans: Sequence[StageSpan]) -> Line:
     """The stages with what crosses between them."""
     members = [[name for block in late.blocks[start:stop] for name in block.nodes] for start, stop, _ in spans]
     stage_of = {name: index for index, names in enumerate(members) for name in names}
-    made = []
+    operands = [dict.fromkeys(chain.from_iterable(map(late.sized.reads.__getitem__, names))) for names in members]
+    reads = [tuple(n for n in of if stage_of.get(n, index) != index) for index, of in enumerate(operands)]
+    read, made = {*chain.from_iterable(reads)}, []
     for index, ((start, stop, column), names) in enumerate(zip(spans, members, strict=True)):
-        operands = dict.fromkeys(operand.name for name in names for operand in late.nodes[name].all_input_nodes)
-        reads = tuple(name for name in operands if stage_of.get(name, index) != index)
-        returns = tuple(n for n in names if any(stage_of.get(u.name, index) != index for u in late.nodes[n].users))
-        made.append(Stage(index, column, frozenset(names), reads, returns, sum(late.seconds[start:stop])))
+        returns = tuple(name for name in names if name in read)
+        made.append(Stage(index, column, frozenset(names), reads[index], returns, sum(late.seconds[start:stop])))
     return Line(tuple(made), 1 + max(column for *_, column in spans), late.early)
 
 
