@@ -4,16 +4,17 @@
     soft    a level pays for the skips with one end on it
     hard    every skip, or every one of some, is kept       an upper bound
 
-Where the bounds meet, nothing is left to do. Otherwise all moves within the upper one are listed.
+Where the bounds meet, nothing is left to do. Otherwise all moves within the upper one are listed, and the best path
+over them is found level by level.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
+from passes.placement.memory import ROUNDING
 from passes.placement.waves.fronts import least_path, path_within
-from passes.placement.waves.levels import TOLERANCE, Levels, Path
-from passes.placement.waves.moves import Moves
-from passes.placement.waves.search import path_by_levels
+from passes.placement.waves.levels import TOLERANCE, Floats, Levels, Path
+from passes.placement.waves.moves import Join, Moves
 from passes.placement.waves.soft import Soft
 
 _HEAVY = 0.6  # of a lower bound: a block that leaves its level little choice
@@ -59,7 +60,7 @@ def _least_largest(soft: Soft, known: Path) -> Path:
     """The path whose largest level is smallest, no larger than that of a known path."""
     limit = soft.largest(known)
     moves = Moves.of(soft.free, soft.paid, limit, _usable(soft.free, limit))
-    return path_by_levels(soft.free, moves, moves.load, np.maximum) or known
+    return _path_by_levels(soft.free, moves, moves.load, np.maximum) or known
 
 
 def _fewest_crossing(soft: Soft, known: Path) -> Path:
@@ -71,9 +72,41 @@ def _fewest_crossing(soft: Soft, known: Path) -> Path:
     usable = _usable(soft.free, limit) & (soft.count.torn <= crossing)
     moves = Moves.of(soft.free, soft.paid, limit, usable, maximal=None if soft.free.memory else soft.count)
     torn = soft.count.one_end(*moves.positions())
-    path = path_by_levels(soft.free, moves, torn, np.add)
+    path = _path_by_levels(soft.free, moves, torn, np.add)
     assert path is not None, "the known one is among them"
     return path
+
+
+def _path_by_levels(levels: Levels, moves: Moves, cost: Floats, join: Join) -> Path | None:
+    """The path of the right number of levels whose costs join to the least; None when there is none."""
+    limit = moves.load.max(initial=0.0)
+    inner = levels.seconds[moves.right] - levels.seconds[moves.left]
+    values = [np.where(np.arange(len(inner)) == 0, 0.0, np.inf)]
+    for level in range(levels.num_levels):
+        light = inner <= (levels.num_levels - level - 1) * limit * (1 + TOLERANCE)
+        light &= levels.seconds[-1] - inner <= (level + 1) * limit * (1 + TOLERANCE)
+        target, best = moves.best(values[-1], _fitting(levels, moves, cost, level), join, np.flatnonzero(light))
+        after = values[-1].copy()  # an idle level
+        after[target] = np.minimum(after[target], best)
+        values.append(after)
+    ends = np.flatnonzero(moves.left == moves.right)
+    states = [int(ends[values[-1][ends].argmin()])]
+    if values[-1][states[0]] == np.inf:
+        return None
+    for level in reversed(range(levels.num_levels)):
+        idle = values[level][states[-1]] <= values[level + 1][states[-1]]
+        costs = cost if idle else _fitting(levels, moves, cost, level)
+        states.append(states[-1] if idle else moves.back(values[level], costs, join, states[-1]))
+    return moves.path(states[::-1])
+
+
+def _fitting(levels: Levels, moves: Moves, cost: Floats, level: int) -> Floats:
+    """The costs of the moves, infinite where one does not fit into the level's memory."""
+    if levels.memory is None:
+        return cost
+    left, right, (i, i2, j2, j) = levels.memory.left[level], levels.memory.right[level], moves.positions()
+    used = left[i2] - left[i] + right[j] - right[j2]
+    return np.where(used <= levels.memory.limits[level] * (1 + ROUNDING), cost, np.inf)
 
 
 def _usable(levels: Levels, limit: float) -> NDArray[np.bool_]:
