@@ -792,6 +792,14 @@ def test_what_is_decided_by_how_tensors_lie_in_memory_is_refused(asks: Callable[
         captured(step, batch())
 
 
+def test_a_copy_where_a_tensor_lies_otherwise_is_the_same_unless_it_is_written() -> None:
+    step = Step(lambda s, h, y: s.a(h if h.is_contiguous() else h.clone()))
+    assert captured(step, batch())
+    written = Step(lambda s, h, y: (h if h.is_contiguous() else h.clone()).mul_(2) + h)
+    with pytest.raises(CaptureError, match=r"forward asks .* how a tensor lies in memory"):
+        captured(written, batch())
+
+
 def test_what_is_made_like_a_value_has_no_gradient_of_it() -> None:
     middle: Middle = lambda s, h, y: s.a(h + torch.ones_like(s.b(h)).cumsum(1))  # noqa: E731
     exact(Step(middle), batch(), microbatches=2, schedule="wave")

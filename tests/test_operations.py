@@ -123,6 +123,10 @@ OPERATIONS: dict[str, tuple[Body, Callable[[], nn.Module]]] = {
         nn.Identity,
     ),
     "kron": (lambda m, h, y: torch.kron(h.view(-1, 3, 4), torch.eye(2, dtype=DTYPE)), nn.Identity),
+    "gaussian_nll": (
+        lambda m, h, y: F.gaussian_nll_loss(h, h.detach().cos(), h.exp(), reduction="none", full=True),
+        nn.Identity,
+    ),
     "multi_dot": (lambda m, h, y: torch.linalg.multi_dot([h, h.new_ones(12, 3), h.new_ones(3, 2)]), nn.Identity),
     "max_unpool2d": (
         lambda m, h, y: F.max_unpool2d(*F.max_pool2d(h.view(-1, 1, 2, 6), 2, return_indices=True), [2, 2]),

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vjp
 from torch.nn import functional as F
 
@@ -192,6 +193,11 @@ def without_grad(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.vmap(lambda z: torch.no_grad()(net.last)(z))(net.run(x, y[:, 0])).mean()
 
 
+def dual(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(net.run(forward_ad.make_dual(x, y), y[:, 0])).tangent.mean()
+
+
 def called_later(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     output, pull = vjp(lambda z: net.run(z, y[:, 0]), x)
     return pull(output)[0].mean()
@@ -207,6 +213,7 @@ def chosen(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         (stopped, "detach and no_grad inside a function that torch.func or vmap transforms"),
         (without_grad, "detach and no_grad inside a function"),
         (called_later, "torch.func.vjp, jacrev, jacfwd and linearize inside forward"),
+        (dual, "forward AD .dual_level, make_dual. cannot be captured; use torch.func.jvp"),
         (chosen, "torch.cond decides by a tensor's value; compute both branches and choose with torch.where"),
     ],
 )

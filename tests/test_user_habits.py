@@ -346,10 +346,12 @@ def test_what_torch_must_compile_whole_is_taken_as_it_is() -> None:
     assert len(compiled) == 2
 
 
-@torch.compile(backend="eager")
-def _gated(x: Tensor) -> Tensor:
+def _plain(x: Tensor) -> Tensor:
     first, gate = x.chunk(2, dim=-1)
     return first * gate.sigmoid()
+
+
+_gated = torch.compile(_plain, backend="eager")
 
 
 class Gated(nn.Module):
@@ -373,3 +375,16 @@ def test_what_torch_keeps_of_a_function_that_it_compiles_is_no_setting(
     engine.close()
     assert not [one for one in caplog.records if one.name.startswith("fxpipe")]
     assert [*tmp_path.iterdir()]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_functions_that_torch_scripts_are_taken_as_their_python() -> None:
+    """Compiled, they have no gradients in a trace, nor a free batch size."""
+    doubled = torch.jit.script(_plain)
+    model, x = Gated().double(), torch.randn(6, 5, dtype=torch.float64)
+    model.forward = lambda x: model.last(doubled(model.first(x))).square().mean()  # type: ignore[method-assign]
+    assert fxpipe.compile(model, 2, example_inputs=(x,), schedule="1f1b", microbatches=3).verify(x).ok
+    hidden = [torch.jit.script(nn.Linear(6, 6).double())]
+    model.forward = lambda x: model.last(hidden[0](model.first(x))[:, :3]).square().mean()  # type: ignore[method-assign]
+    with pytest.raises(CaptureError, match=r"a script of torch.jit hides its gradients .* Python"):
+        fxpipe.compile(model, 2, example_inputs=(x,), schedule="1f1b")

@@ -1,6 +1,7 @@
 """What a traced graph computes at a batch size, written so that two traces of one computation read the same.
 
 slice(x, 0, 0, 9223372036854775807), alias(x)     ->   x
+clone(x)  where nothing is written                ->   x
 slice(x, 1, None, 64)  of 16 entries              ->   x
 slice_scatter(x, y, 0, 0, 64)                     ->   y
 pad(x, [0, 0, 0, 0])                              ->   x
@@ -34,6 +35,7 @@ def computation(
     named = states or {}
     known: dict[fx.Node, Any] = dict(values or {})
     calls: list[Any] = []
+    copies = () if any(private.writes(node) for node in graph.nodes) else (aten.clone.default,)
 
     def leaf(value: Any) -> Any:
         return known[value] if isinstance(value, fx.Node) else concrete(value, batch_size)
@@ -46,7 +48,8 @@ def computation(
             known[node] = concrete(value, batch_size)
             continue
         shape = tuple(concrete(value.shape, batch_size)) if isinstance(value, torch.Tensor) else None
-        if (same := _as_it_is(node, shape, batch_size)) is not None:
+        same = node.args[0] if node.target in copies else _as_it_is(node, shape, batch_size)
+        if isinstance(same, fx.Node):
             known[node] = known[same]
             continue
         known[node] = f"%{len(calls)}"

@@ -54,6 +54,7 @@ def watched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(private.same_values_kept())
         stack.enter_context(private.plain_regions())
         stack.enter_context(private.plain_checkpoints())
+        stack.enter_context(private.plain_scripts(_refused(_SCRIPT)))
         # Distributions look at their arguments' values, to raise errors only.
         stack.enter_context(private.replaced(Distribution, "_validate_args", False))
         stack.enter_context(private.listing(_require_few))
@@ -107,6 +108,12 @@ def _hooked(hooks: Any) -> Any:
 def _gradient(func: Any, *args: Any, **kwargs: Any) -> Any:
     own_gradients.asks_autograd()
     raise CaptureError(_GRADIENT)
+
+
+def _dual(func: Any, *args: Any, **kwargs: Any) -> Any:
+    if not private.under_transform():
+        raise CaptureError("forward AD (dual_level, make_dual) cannot be captured; use torch.func.jvp")
+    return func(*args, **kwargs)
 
 
 def _applied(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -240,6 +247,7 @@ _SEEDING = (
 _ENTER: Any = saved_tensors_hooks.__enter__
 _APPLY: Any = nn.Module._apply
 _COND = "torch.cond decides by a tensor's value; compute both branches and choose with torch.where"
+_SCRIPT = "a script of torch.jit hides its gradients from a trace; call the Python that it is made of"
 _SAVED = (
     "hooks on the tensors that a backward keeps (saved_tensors_hooks) cannot be captured; leave them out, and compile "
     "with recompute=True, or do what they change in the backward of an autograd function"
@@ -262,6 +270,7 @@ _REFUSED: Table = {
     **dict.fromkeys(_HOOKS, _refused(HOOK, with_gradients=True)),
     **dict.fromkeys(_GRADIENTS, _gradient),
     torch._pack_padded_sequence: _refused(_PACKED),
+    torch._make_dual: _dual,
     **dict.fromkeys((torch.istft, torch.Tensor.istft), _refused(_FRAMES)),
     **dict.fromkeys((torch.Tensor.numpy, torch.Tensor.__array__), _as_array),
     torch.Tensor.data.__set__: _refused(_DATA),  # type: ignore[attr-defined]

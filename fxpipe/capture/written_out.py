@@ -8,6 +8,7 @@ are, written with others.
     kron(a, b)                     ->   (a[:, None, :, None] * b[None, :, None]).reshape(...)
     pad_sequence([a, b])           ->   stack([a, pad(b, ...)], 1)
     _foreach_lerp_([a, b], c, 0.1) ->   a.lerp_(c[0], 0.1), b.lerp_(c[1], 0.1)
+    gaussian_nll_loss(x, y, var)   ->   without its look at variances, which only raises errors
 
 Only the trace does so: `program.verify` compares what is written here with torch's own.
 """
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from fxpipe.capture import private
 from fxpipe.capture.calls import Table
 from fxpipe.capture.size_reads import Repeated
 from fxpipe.capture.sizes import is_symbolic
@@ -107,6 +109,11 @@ def _each(func: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
     return tuple([own(place) for place in range(len(tensors))])
 
 
+def _gaussian_nll_loss(func: Any, *args: Any, **options: Any) -> torch.Tensor:
+    with private.replaced(torch, "any", lambda found: False):
+        return func(*args, **options)  # type: ignore[no-any-return]
+
+
 _FOREACH = {name for name in dir(torch) if name.startswith("_foreach_")} - {"_foreach_pow", "_foreach_powsum"}
 
 WRITTEN_OUT: Table = {
@@ -118,6 +125,7 @@ WRITTEN_OUT: Table = {
     torch.Tensor.take_along_dim: _take_along_dim,
     torch.kron: _kron,
     torch.Tensor.kron: _kron,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.linalg.multi_dot: lambda func, tensors: functools.reduce(torch.matmul, tensors),
     torch._C._nn.pad_sequence: _pad_sequence,
 }

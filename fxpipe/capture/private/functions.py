@@ -25,6 +25,19 @@ TRANSFORMS = (
 TRANSFORMS_OF_LATER_CALLS = ((eager_transforms, "_vjp_with_argnums"), (eager_transforms, "linearize"))
 
 
+@contextmanager
+def plain_scripts(refuse: Callable[[], Any]) -> Iterator[None]:
+    """Inside, functions that `torch.jit.script` has compiled run as the Python they are made of; what has none (methods
+    of scripts, functions that were loaded) calls `refuse`. Compiled, they keep their gradients from a trace."""
+
+    def run(script: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = getattr(script, "_torchdynamo_inline", None)
+        return plain(*args, **kwargs) if plain is not None else refuse()
+
+    with replaced(torch._C.ScriptFunction, "__call__", run), replaced(torch._C.ScriptMethod, "__call__", run):
+        yield
+
+
 def under_vmap() -> bool:
     """Whether one of the transforms under way is a vmap."""
     stack = torch._C._functorch.get_interpreter_stack() or []
