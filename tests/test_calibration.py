@@ -219,7 +219,9 @@ def test_quality_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.Monke
         return found
 
     bound, made = WeakSet[BoundProgram](), BoundProgram.__init__
-    monkeypatch.setattr(BoundProgram, "__init__", lambda self, *given: (made(self, *given), bound.add(self))[0])
+    monkeypatch.setattr(
+        BoundProgram, "__init__", lambda self, *given, **by: (made(self, *given, **by), bound.add(self))[0]
+    )
     quality = sampler.measure(named)
     assert streams == [None, *("prompt" for _ in quality.ways)]  # one device first
     gc.collect()
