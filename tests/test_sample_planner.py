@@ -4,6 +4,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from math import inf
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from fxpipe.sampling.attention import with_attention
 from fxpipe.sampling.candidates import Setting
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.choosing import ranked, ways
+from fxpipe.sampling.columns import Columns
 from fxpipe.sampling.estimate import estimate
 from fxpipe.sampling.paced import _booked
 from fxpipe.sampling.planning import Request, chosen, planned
@@ -276,6 +278,16 @@ def test_memory_decides() -> None:
     assert any("needs more than" in line for line in tight.considered)
     with pytest.raises(CompileError, match=r"no layout fits into memory_limit=1.0 KiB per rank: the least, .* needs"):
         compiled("DiT", memory_limit="1KiB")
+
+
+def test_nothing_is_timed_of_stages_where_none_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, request, setting = asked(compiled("DiT", mode="displaced"))
+    roomy = ranked(case, request, replace(setting, limit_bytes=1 << 40))
+    tight = replace(setting, limit_bytes=min(one.found.memory_bytes for one in roomy.candidates if one.found))
+    assert all(one.found.seconds < inf for one in ranked(case, request, tight).candidates if one.found)
+    monkeypatch.setattr(Columns, "estimate", None)
+    with pytest.raises(CompileError, match=r"no layout fits into memory_limit=1.0 KiB per rank"):
+        ranked(case, request, replace(setting, limit_bytes=1024))
 
 
 def test_more_ranks_than_are_of_use_are_told() -> None:

@@ -31,7 +31,9 @@ from fxpipe.sampling import bounds
 from fxpipe.sampling.attention import with_attention
 from fxpipe.sampling.candidates import Candidate, Ranked, Setting, few
 from fxpipe.sampling.case import SampleCase
+from fxpipe.sampling.columns import Columns
 from fxpipe.sampling.estimate import estimate
+from fxpipe.sampling.layout import Estimate
 from fxpipe.sampling.planning import Request, chosen
 
 _EXACT_WINS, _SAME = 1.05, 1.01
@@ -46,6 +48,10 @@ _ALIKE = 1.02
 """Of layouts of one sort those alone may be the best at one size that took at most so many times as long as the best of
 them at the other: of 960 pairs of SDXL and Flux 8 led to calls that are 0.5 % slower or more, at worst 4.2 %; 6 and 3.1
 % if all of a sort are looked at, which are nearly twice as many."""
+
+
+_UNTIMED = Estimate(inf, 0, 0, inf, 0, 0)
+"""Of stages that need more memory than the user allows, until some layout fits."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,7 @@ def _narrowed(
             found.append(one)
             if one.found and one.found.memory_bytes <= limit:
                 best = min(best, one.seconds)
-    return found
+    return _timed(case, found, setting)
 
 
 def _found(case: SampleCase, request: Request, setting: Setting) -> list[Candidate]:
@@ -190,7 +196,7 @@ def _found(case: SampleCase, request: Request, setting: Setting) -> list[Candida
         if one.found and one.found.memory_bytes <= limit:
             best = min(best, one.seconds)
             best_rows = min(best_rows, one.seconds) if may_warm else best_rows
-    return found
+    return _timed(case, found, setting)
 
 
 def _slower(way: Request, requests: int, least_seconds: float, best: float) -> Candidate:
@@ -333,7 +339,26 @@ def _looked_at(
         return Candidate(way, requests, why=str(error))
     if any(made == other.made and requests == other.requests for other in others):
         return None
+    if made.spans is not None and setting.limit_bytes is not None and not way.speeds:
+        held = Columns(case, made, setting.cluster).memory_bytes
+        if held > setting.limit_bytes:
+            return Candidate(way, requests, made, replace(_UNTIMED, memory_bytes=held))
     return Candidate(way, requests, made, estimate(case, made, setting.cluster, setting.steps, way.speeds))
+
+
+def _timed(case: SampleCase, found: list[Candidate], setting: Setting) -> list[Candidate]:
+    """With the seconds of those that need more memory than there may be, unless all do: then nobody asks for them."""
+    limit = _limit(case, setting)
+    if not any(one.found and one.found.memory_bytes <= limit for one in found):
+        return found
+
+    def timed(one: Candidate) -> Candidate:
+        if one.made is None or one.found is None or one.seconds < inf:
+            return one
+        own = case.of(one.requests * case.num_samples)
+        return replace(one, found=estimate(own, one.made, setting.cluster, setting.steps))
+
+    return [*map(timed, found)]
 
 
 def _fitting(case: SampleCase, found: Sequence[Candidate], setting: Setting) -> list[Candidate]:

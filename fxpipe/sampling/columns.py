@@ -195,6 +195,11 @@ class Columns(Layout):
                             into[stage.column, target] += times * size
         return max(into.values())
 
+    @property
+    def memory_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(map(sum, self._memory()))
+
     def _memory(self) -> list[tuple[int, int]]:
         """Of every column, weights and the rest: activations of the first turn, what crosses, what it keeps of all
         patches."""
