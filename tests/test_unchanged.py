@@ -320,3 +320,24 @@ def test_what_decides_by_chance_in_training_alone_is_told_to_be_put_into_eval(ba
         engine_of(Dropped().double())
     model = Dropped().double().eval()
     torch.testing.assert_close(engine_of(model).step(batch), model(*batch).detach())
+
+
+def test_what_a_module_in_a_list_holds_is_read_as_it_is_now() -> None:
+    """As an average does that sets .data, of a teacher that is to be no part of the model."""
+
+    class Taught(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.teacher = [nn.Linear(3, 3).double().requires_grad_(False)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.last(self.first(x).tanh()) - self.teacher[0](x)).square().mean()  # type: ignore[no-any-return]
+
+    model, x = Taught().double(), torch.randn(4, 3, dtype=torch.float64)
+    engine = fxpipe.compile(model, 2, example_inputs=(x,), schedule="1f1b").local_engine()
+    engine.step((x,))
+    for weight in model.teacher[0].parameters():
+        weight.data = 0.5 * weight.data
+    assert engine.step((x,)).item() == pytest.approx(model(x).item(), rel=1e-12)
+    engine.close()
