@@ -1,7 +1,7 @@
 """Seconds of a sampling step on processes of this machine over gloo, a thread each, by every way; and as predicted.
 
     python benchmarks/sampling.py                                      2 ranks, three wires: about 8 minutes
-    python benchmarks/sampling.py --ranks 3 --rates none 200mbit       of a core each
+    python benchmarks/sampling.py --ranks 3 --share 0.6 --rates none   of 0.6 of a core each: two cores have three
     python benchmarks/sampling.py --models U-Net --rounds 5 --rates none
     python benchmarks/sampling.py --tiny                               whether it runs; no measurement
 
@@ -86,13 +86,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rates", nargs="+", default=["none", "1gbit", "100mbit"], help="of links, as tc writes them")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--share", type=float, help="of a core, for each process, by control groups; as root")
     parser.add_argument("--tiny", action="store_true", help="models of no size")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if "RANK" in os.environ:
         measure(options)
         return
-    with namespaces(options.ranks) as start:
+    with namespaces(options.ranks, options.share) as start:
         print(start([__file__, *sys.argv[1:]]), end="")
 
 

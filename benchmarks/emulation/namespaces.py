@@ -20,13 +20,16 @@ Gbit/s took 0.286 s so, and takes 0.214."""
 _HUB = "FXPIPE_HUB"  # in the environment of a rank: the namespace of the bridge
 ROOT = str(Path(__file__).parents[2])
 
+_CPU, _PERIOD = Path("/sys/fs/cgroup/cpu"), 2000
+"""Control groups (version 1), and the microseconds in which a process has its share of a core once."""
+
 Start = Callable[[Sequence[str]], str]
 """Runs a script with arguments on all ranks; what rank 0 has printed."""
 
 
 @contextmanager
-def namespaces(num_ranks: int) -> Iterator[Start]:
-    """How to start ranks, which then go through `wires`."""
+def namespaces(num_ranks: int, share: float | None = None) -> Iterator[Start]:
+    """How to start ranks, which then go through `wires`; each has so much of a core, where it is said how much."""
     hub, spaces = f"fxpipe{os.getpid()}", [f"fxpipe{os.getpid()}_{rank}" for rank in range(num_ranks)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # what was made is taken away
     try:
@@ -34,11 +37,12 @@ def namespaces(num_ranks: int) -> Iterator[Start]:
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"links cannot be throttled: {getattr(error, 'stderr', None) or error}", file=sys.stderr)
         _remove([hub, *spaces])
-        yield lambda arguments: _started(arguments, [[]] * num_ranks, "127.0.0.1", {})
+        yield lambda arguments: _started(arguments, [[]] * num_ranks, "127.0.0.1", {}, share)
         return
     try:
         prefixes = [["ip", "netns", "exec", space] for space in spaces]
-        yield lambda arguments: _started(arguments, prefixes, "10.77.0.1", {_HUB: hub, "GLOO_SOCKET_IFNAME": "wire"})
+        links = {_HUB: hub, "GLOO_SOCKET_IFNAME": "wire"}
+        yield lambda arguments: _started(arguments, prefixes, "10.77.0.1", links, share)
     finally:
         _remove([hub, *spaces])
 
@@ -90,8 +94,20 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
-def _started(arguments: Sequence[str], prefixes: Sequence[list[str]], address: str, links: dict[str, str]) -> str:
-    processes: list[subprocess.Popen[str]] = []
+def _give(pid: int, name: str, share: float) -> Path:
+    """A process, and what it starts, so much of a core: a control group, to be removed when they have ended."""
+    group = _CPU / name
+    group.mkdir()
+    (group / "cpu.cfs_period_us").write_text(f"{_PERIOD}")
+    (group / "cpu.cfs_quota_us").write_text(f"{round(share * _PERIOD)}")
+    (group / "cgroup.procs").write_text(f"{pid}")
+    return group
+
+
+def _started(
+    arguments: Sequence[str], prefixes: Sequence[list[str]], address: str, links: dict[str, str], share: float | None
+) -> str:
+    processes, groups = list[subprocess.Popen[str]](), list[Path]()
     try:
         for rank, prefix in enumerate(prefixes):
             environment = os.environ | links | {
@@ -101,10 +117,15 @@ def _started(arguments: Sequence[str], prefixes: Sequence[list[str]], address: s
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             command = [*prefix, sys.executable, *arguments]
             processes.append(subprocess.Popen(command, env=environment, stdout=output, text=True))
+            if share is not None:
+                groups.append(_give(processes[-1].pid, f"fxpipe{os.getpid()}_{rank}", share))
         shown, _ = processes[0].communicate()
         if any([process.wait() for process in processes]):
             raise SystemExit(f"{' '.join(arguments)} failed")
     finally:
         for process in processes:
             process.kill()
+            process.wait()
+        for group in groups:
+            group.rmdir()
     return shown or ""
