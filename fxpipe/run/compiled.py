@@ -73,7 +73,9 @@ class Recorded:
         def run(inputs: list[Any]) -> Any:
             arguments = [*pytree.tree_unflatten(inputs, form)]
             inputs.clear()
-            return module.boxed_run(arguments)
+            found = module.boxed_run(arguments)
+            module.env.clear()  # values that nothing reads stay there, and a recording must know of all that is held
+            return found
 
         first = len(leaves) - len(stays)
         static = [first + index for index, one in enumerate(stays) if one]
