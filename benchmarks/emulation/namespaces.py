@@ -96,6 +96,8 @@ def _run(*command: str) -> None:
 
 def _give(pid: int, name: str, share: float) -> Path:
     """A process, and what it starts, so much of a core: a control group, to be removed when they have ended."""
+    if not _CPU.is_dir():
+        raise SystemExit(f"shares of a core need control groups of version 1, in {_CPU}")
     group = _CPU / name
     group.mkdir()
     (group / "cpu.cfs_period_us").write_text(f"{_PERIOD}")

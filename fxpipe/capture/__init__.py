@@ -42,7 +42,7 @@ from fxpipe.capture.draws import hoist_draws, passes_through
 from fxpipe.capture.export import Exported, ResultOf, export_step
 from fxpipe.capture.fingerprint import step_fingerprint
 from fxpipe.capture.guards import Guard
-from fxpipe.capture.holders import holders_of
+from fxpipe.capture.holders import as_held
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.known import Read
 from fxpipe.capture.model_call import ModelCall
@@ -276,26 +276,7 @@ def _name_placeholders(model: nn.Module, exported: Exported) -> tuple[dict[str, 
         else:
             node.meta["kind"] = "parameter" if spec.kind is kinds.PARAMETER else "buffer"
             node.meta["state"] = tensors[node.name] = str(spec.target).removeprefix("model.")
-    return tensors, _as_held(model, constants)
-
-
-def _as_held(model: nn.Module, constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Parameters of modules in lists and the like, which may get other .data, in the place of a trace's views."""
-    if not constants:
-        return constants
-    own: dict[tuple[Any, ...], torch.Tensor] = {}
-    for holder in holders_of(model)[0]:
-        inside = holder.values.get("_parameters") if isinstance(holder.values, dict) else None
-        held = [*holder.entries().values(), *(inside.values() if isinstance(inside, dict) else ())]
-        own |= {_place(one): one for one in held if isinstance(one, nn.Parameter)}
-    return {name: own.get(_place(tensor), tensor) for name, tensor in constants.items()}
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.layout != torch.strided:
-        return (id(tensor),)
-    laid = tensor.shape, tensor.stride(), tensor.storage_offset()
-    return private.memory_of(tensor), *laid, tensor.dtype, tensor.requires_grad
+    return tensors, as_held(model, constants)
 
 
 # The arguments `running_mean` and `training` of what normalises over the batch.

@@ -260,3 +260,22 @@ class _Walk:
         self._value(owner, value.__name__, kept, DEPTH)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             self._add(Holder(owner, value.__name__, cell, of_attributes=True, keys={name}), DEPTH + 1)
+
+
+def as_held(model: nn.Module, constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters of modules in lists and the like, which may get other .data, in the place of a trace's views."""
+    if not constants:
+        return constants
+    own: dict[tuple[Any, ...], torch.Tensor] = {}
+    for holder in holders_of(model)[0]:
+        inside = holder.values.get("_parameters") if isinstance(holder.values, dict) else None
+        held = [*holder.entries().values(), *(inside.values() if isinstance(inside, dict) else ())]
+        own |= {_place(one): one for one in held if isinstance(one, nn.Parameter)}
+    return {name: own.get(_place(tensor), tensor) for name, tensor in constants.items()}
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout != torch.strided:
+        return (id(tensor),)
+    laid = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return private.memory_of(tensor), *laid, tensor.dtype, tensor.requires_grad
