@@ -3,20 +3,24 @@ not compile runs eagerly. Real compilers take minutes: everyday tests have one t
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe.capture import private
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import example_inputs
+from fxpipe.plan.transport import Transport
 from fxpipe.program import Program
 from fxpipe.run import ranks
 from fxpipe.run.compiled import runnable
-from fxpipe.run.sampling import BoundProgram
+from fxpipe.run.patched import settled
+from fxpipe.run.sampling import BoundProgram, SampleRun
+from fxpipe.run.transport import RankThreads
 from fxpipe.sampler import Sampler
 from tests.distributed import run_processes
 from tests.peer_cases import PEER_CASES
@@ -171,6 +175,43 @@ def sampled(sampler: Sampler) -> list[torch.Tensor]:
             found.append(sampler.predict(**call).sample.clone())
             call[name] = call[name] + 0.1 * found[-1][:, : call[name].shape[1]]
     return found
+
+
+class Conditioned(nn.Module):
+    """Reads what it predicted before, as a condition that is no image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.before = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 2, 1), nn.Linear(2, 4)
+
+    def forward(self, x: Tensor, timestep: Tensor, before: Tensor) -> Tensor:
+        told: Tensor = self.before((before * timestep).mean((2, 3)))
+        return self.last((self.first(x) + told[..., None, None]).tanh())  # type: ignore[no-any-return]
+
+
+def test_segments_get_inputs_whose_patches_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code reads memory, which a tensor whose patches are on their way has none of."""
+
+    def compiles(module: fx.GraphModule, given: list[Any]) -> Callable[..., Any]:
+        return lambda *args: plain(module, given)(*args) if {*map(type, args)} <= {Tensor, nn.Parameter} else None
+
+    monkeypatch.setattr(private, "inductor", compiles)
+    call = {"x": torch.randn(1, 2, 8, 4), "timestep": torch.tensor(0.5), "before": torch.randn(1, 2, 8, 4)}
+    options: dict[str, Any] = {"sample": {"x": 2}, "mode": "displaced", "warmup": 1}
+    sampler = fxpipe.compile_sampler(Conditioned(), 2, example=call, stages=2, patches=4, **options)
+    step, state = sampler.step, sampler.denoiser.state(sampler.step.traced)
+    tensors, _ = step.traced.captured.inputs.bind((), call)
+
+    def steps(transport: Transport, backend: str) -> list[Tensor]:
+        run, inputs, found = SampleRun(transport), dict(step.bind(tensors)), list[Tensor]()
+        bound = BoundProgram(step.program(transport.rank), state, backend=backend)
+        for form in step.sequence(5):
+            found.append(run.predict(bound, inputs, form))
+            inputs |= {"x": inputs["x"] - found[-1], "before": found[-1]}
+        return [*map(settled, found)]
+
+    wanted, found = (RankThreads(2).run(partial(steps, backend=backend)) for backend in ("eager", "inductor"))
+    assert all(map(torch.equal, found[0] + found[1], wanted[0] + wanted[1]))
 
 
 def test_unknown_back_ends_are_refused() -> None:

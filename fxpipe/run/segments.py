@@ -2,11 +2,13 @@
 
 x -> a -> b -> send(b) -> wait(up) -> c   =>   segment_0(x) -> send(copy of b) -> wait(up) -> segment_1(a, up)
 
-What leaves segments for the next step is copied, as what is sent: recorded ones write in their old memory again.
+What leaves segments for the next step is copied, as what is sent: recorded ones write in their old memory again. Inputs
+whose patches are on their way are waited for where a segment reads them: compiled code looks past such a tensor.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cache
 from operator import getitem
 
 import torch
@@ -16,6 +18,7 @@ from fxpipe.plan import displaced_ops, ops, row_ops
 from fxpipe.plan.rank_program import RankProgram
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.run.compiled import with_stages
+from fxpipe.run.patched import settled
 
 _APART = {
     ops.begin, ops.send, ops.recv, ops.wait, ops.take, displaced_ops.own_rows, displaced_ops.put, displaced_ops.done,
@@ -60,11 +63,16 @@ def segmented(graph: fx.Graph) -> tuple[fx.Graph, dict[str, fx.Graph]]:
     def copied(node: fx.Node) -> fx.Node:
         return new.call_function(_CLONE, (env[node],)) if node in place else env[node]
 
+    @cache
+    def read(node: fx.Node) -> fx.Node:
+        may_come = node.op == "placeholder" or node in of_inputs
+        return new.call_function(settled, (env[node],)) if may_come else env[node]
+
     for node in graph.nodes:
         if node in ends and (run := runs.get(ends[node])):
             name = f"segment_{len(segments)}"
             segments[name], given, made = _segment(run, place)
-            call = new.call_module(name, tuple(env[value] for value in given))
+            call = new.call_module(name, tuple(map(read, given)))
             env.update({value: new.call_function(getitem, (call, index)) for index, value in enumerate(made)})
         if node.op == "output":
             new.output(fx.map_arg(node.args[0], copied))
