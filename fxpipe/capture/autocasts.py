@@ -36,8 +36,7 @@ def written_out(graph: fx.Graph) -> fx.Graph:
     known: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in graph.nodes:
         enabled = node.meta.get("autocast", (None, None, False))[2]
-        with private.quiet():
-            casts = _casts(node) if enabled and private.tensors_in(node.meta["val"]) else {}
+        casts = _casts(node) if enabled and private.tensors_in(node.meta["val"]) else {}
         for one in (one for one in casts.items() if one not in known):  # in the order of arguments, on every rank
             made = known[one] = private.create_node(new, "call_function", _TO, (env[one[0]], one[1]))
             value = private.fake_result(_TO, made.args, {}, one[0].meta["val"])
@@ -49,6 +48,7 @@ def written_out(graph: fx.Graph) -> fx.Graph:
     return new
 
 
+@private.quiet()
 def _casts(node: fx.Node) -> dict[fx.Node, torch.dtype]:
     """The arguments of an operation that its autocast casts, and to what."""
     kind, dtype, _ = node.meta["autocast"]

@@ -81,15 +81,22 @@ def builtins_watched(model: nn.Module, lengths: Mapping[int, Any]) -> Iterator[N
 @contextmanager
 def _in_users_modules(functions: Mapping[str, Any]) -> Iterator[None]:
     """Builtins by name, other ones inside, but where a module has its own."""
-    modules = [vars(one) for path, one in list(sys.modules.items()) if _of_users(path, one)]
-    shadowed = [(names, name) for names in modules for name in functions if name not in names]
+    modules = [one for path, one in list(sys.modules.items()) if _of_users(path) and isinstance(one, types.ModuleType)]
+    around = [(names, _but_own(functions, names)) for names in map(vars, modules)]
     try:
-        for names, name in shadowed:
-            names[name] = functions[name]
+        for names, others in around:
+            names.update(others)
         yield
     finally:
-        for names, name in shadowed:
-            names.pop(name, None)
+        for names, others in around:
+            for name in others:
+                names.pop(name, None)
+
+
+def _but_own(functions: Mapping[str, Any], names: dict[str, Any]) -> Mapping[str, Any]:
+    if names.keys().isdisjoint(functions):  # most modules
+        return functions
+    return {name: one for name, one in functions.items() if name not in names}
 
 
 @contextmanager
@@ -104,8 +111,9 @@ def decisions_noted() -> Iterator[None]:
         yield
 
 
-def _of_users(name: str, module: Any) -> bool:
-    return name.partition(".")[0] not in _NOT_USERS and isinstance(module, types.ModuleType)
+@cache
+def _of_users(name: str) -> bool:
+    return name.partition(".")[0] not in _NOT_USERS
 
 
 def _len(lengths: Mapping[int, Any], value: Any) -> Any:

@@ -193,8 +193,8 @@ def quiet() -> Iterator[None]:
     if os.environ.get("TORCH_LOGS") or os.environ.get("TORCH_TRACE") or "print" in vars(_trace):  # is quiet
         yield
         return
-    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
-    loggers = [logger for logger in map(logging.getLogger, names) if not logger.disabled]
+    known = [one for name, one in logging.root.manager.loggerDict.items() if f"{name}.".startswith("torch.")]
+    loggers = [one for one in known if isinstance(one, logging.Logger) and not one.disabled]
     for logger in loggers:
         logger.disabled = True
     vars(_trace)["print"] = lambda *args, **kwargs: None  # the graph as far as it came
