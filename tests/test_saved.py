@@ -84,6 +84,15 @@ def test_a_product_of_samples_grows_with_the_square() -> None:
     assert evaluate(square.num_bytes, 7) == 7 * 7 * 4
 
 
+def test_each_result_of_an_operation_grows_with_the_square() -> None:
+    def ranked(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        best, places = ((y := F.linear(x, v).mean(1)) @ y.mT).sort(1)
+        return best.sin() @ w[places % 8].mean(1)
+
+    kept = [a.num_bytes for a in saved_activations(captured(Step(ranked))).kept if a.maker.startswith("sort")]
+    assert [evaluate(one, 7) for one in kept] == [7 * 7 * 4, 7 * 7 * 8]
+
+
 def test_a_graph_of_one_batch_size_has_numbers() -> None:
     capture = captured(Step(lambda x, v, w: sum(row.sin().mean() for row in F.linear(x, v))), 3)
     assert not capture.batch

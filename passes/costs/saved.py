@@ -108,7 +108,9 @@ class _Ledger:
     def _size(self, memory: int) -> sympy.Expr:
         constant, each = self._lines[memory]
         if constant < 0:  # it grows faster than a line: a product of samples
-            return formula(self._makers[memory].meta["val"])
+            maker = self._makers[memory]
+            value = maker.meta["val"]
+            return formula(value[self._places[maker].index(memory)] if isinstance(value, tuple | list) else value)
         (samples,) = self._operations.capture.batch or (sympy.S.Zero,)
         return sympy.Add(constant, sympy.Mul(each, samples))
 
