@@ -2,6 +2,7 @@
 
 x [B, C] Layout(0)    grad * y             Layout(0)    each sample's own
 w [C]                 (grad * x).sum(0)    a sum over samples, as micro-batches' gradients are added
+l.mean() ()           1                    a loss's own, of which a micro-batch has its share
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from torch import fx
 
 from fxpipe.capture.backwards import GRAPHS
 from passes.batch.layout import Mixed, Result, RuleCall, State
+from passes.batch.sums import Unequal
 from passes.operations import CASTS, operation_name
 
 Follow = Callable[[RuleCall], list[Result]]
@@ -38,8 +40,11 @@ def follow_gradient(call: RuleCall, follow: Follow) -> list[Result]:
             found[node] = _first(name, RuleCall(node, found), follow)
             _require_as_precise(name, node, found[node], inputs)
     (output,) = graph.find_nodes(op="output")
-    for node, gradient in zip(inputs, output.args[0], strict=True):
-        _require_sum(name, call.states[node], found[gradient])
+    powers = [
+        _power(name, call.states[node], found[gradient]) for node, gradient in zip(inputs, output.args[0], strict=True)
+    ]
+    if any(powers):
+        raise Unequal(powers)
     return [tuple(states)]  # type: ignore[arg-type]
 
 
@@ -61,7 +66,11 @@ def _require_as_precise(name: str, node: fx.Node, state: Result, inputs: Sequenc
         )
 
 
-def _require_sum(name: str, state: Any, gradient: Any) -> None:
+def _power(name: str, state: Any, gradient: Any) -> int:
+    """By which power of its share of the samples a micro-batch's input is to be weighted, for gradients to add up."""
+    if state.form == "partial" and gradient == State():
+        return int(state.power)
     wanted = state if state.layout else State(form="partial")
     if gradient != wanted:
         raise Mixed(f"the backward of {name} gives no sum over samples, or not each sample's own", _REMEDY)
+    return 0

@@ -15,6 +15,7 @@ from torch import fx
 from fxpipe.capture import private
 from fxpipe.capture.sizes import is_symbolic
 from passes.batch.layout import RuleCall
+from passes.operations import operation_name
 
 aten = torch.ops.aten
 _SUM, _MEAN = 2, 1
@@ -82,29 +83,31 @@ def _divide_by_count(graph: fx.Graph, node: fx.Node, arguments: Mapping[str, Any
     replace(graph, node, mean)
 
 
-def share(graph: fx.Graph, like: fx.Node, size: torch.SymInt, source: fx.Node) -> fx.Node:
+def share(graph: fx.Graph, at: fx.Node, like: torch.Tensor, source: fx.Node) -> fx.Node:
     """b/B, which is 1 on the whole batch: B is a value made on the whole batch, b the size of an input, `source`."""
-    value = like.meta["val"]
-    samples = add(graph, aten.sym_size.int, (source, 0), like, size)
-    options = {"dtype": value.dtype, "device": value.device}
-    whole = add(graph, aten.full.default, ([], samples), like, kwargs=options)
-    return add(graph, aten.mul.Tensor, (add(graph, aten.reciprocal.default, (whole,), like), samples), like)
+    samples = add(graph, aten.sym_size.int, (source, 0), at, source.meta["val"].shape[0])
+    options = {"dtype": like.dtype, "device": like.device}
+    whole = add(graph, aten.full.default, ([], samples), at, like.new_empty(()), options)
+    return add(graph, aten.mul.Tensor, (add(graph, aten.reciprocal.default, (whole,), at), samples), at)
 
 
 def scale_terms(graph: fx.Graph, node: fx.Node, powers: Sequence[int], source: fx.Node) -> None:
-    """Multiply each term of the sum `node` by (b/B)**power, so that all become sums over micro-batches."""
-    listed = isinstance(node.args[0], list | tuple)  # of stack and cat
-    terms: Any = node.args[0] if listed else node.args[:2]
+    """Multiply each term of the sum `node` by (b/B)**power, so that all become sums over micro-batches; or each input
+    of an autograd function of the model's own."""
+    place = 2 if operation_name(node.target) == "own_gradient" else 0
+    listed = isinstance(node.args[place], list | tuple)  # of stack and cat
+    terms: Any = node.args[place] if listed else node.args[:2]
     scaled = []
     with graph.inserting_before(node):
         for term, power in zip(terms, powers, strict=True):
             for _ in range(power):
-                factor = share(graph, node, source.meta["val"].shape[0], source)
+                like = (term if place else node).meta["val"]
+                factor = share(graph, node, like, source)
                 requires_grad = isinstance(term, fx.Node) and term.meta["requires_grad"]
                 term = add(graph, aten.mul.Tensor, (factor, term), node)
                 term.meta["requires_grad"] = requires_grad
             scaled.append(term)
-    node.args = (scaled, *node.args[1:]) if listed else (*scaled, *node.args[2:])
+    node.args = (*node.args[:place], scaled, *node.args[place + 1 :]) if listed else (*scaled, *node.args[2:])
     if not listed:
         node.target = getattr(aten, RuleCall(node, {}).name).Tensor  # a scaled constant is a tensor
 
