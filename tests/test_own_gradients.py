@@ -120,6 +120,11 @@ checkpointed = function(once, again)
 losing = function(lambda ctx, x, loss: x.clone(), lambda ctx, grad: (grad, grad.new_full((), 0.3)))
 
 
+def beside(gradient: Callable[[Tensor], Tensor]) -> Any:
+    """The first of two tensors, whose gradient makes that of the second, too."""
+    return function(lambda ctx, x, other: x.clone(), lambda ctx, grad: (grad, gradient(grad)))
+
+
 def convolved(s: Step, x: Tensor) -> Tensor:
     return F.group_norm(F.conv1d(x[:, None], s.a.weight.view(4, 1, 4), s.a.bias, padding=2), 2).mean(1)[:, :4]
 
@@ -146,6 +151,7 @@ EXACT: dict[str, Middle] = {
     "of rows, by index_put": lookup(lambda zeros, ids, grad: zeros.index_put_((ids,), grad, accumulate=True)),
     "of rows, by embedding": lookup(lambda zeros, ids, grad: aten.embedding_dense_backward(grad, ids, 4, -1, False)),
     "of a loss of its own": lambda s, h, y: losing(losing(h, s.a(h).square().mean()), h.exp().sum() / len(h) ** 2),
+    "of samples' shares": lambda s, h, y: beside(lambda grad: grad * len(grad))(h, s.a(h) / len(h)),
     "not differentiable": lambda s, h, y: h * unlike(s.a(h))[1],
     "weights that it is not given": lambda s, h, y: h + called(y, s.a),
     "again, of what a cast leaves": lambda s, h, y: checkpointed(
@@ -231,6 +237,10 @@ dirty = function(lambda ctx, x: (ctx.mark_dirty(x), x.mul_(2))[1], lambda ctx, g
         (lookup(lambda zeros, ids, grad: (zeros + 1).index_add(0, ids, grad)), "add it to zeros"),
         (lookup(lambda zeros, ids, grad: zeros.index_put((ids,), grad)), "it writes samples by number"),
         (lookup(lambda zeros, ids, grad: zeros.index_add(0, ids, grad)[ids].sum(0).expand(4, 4)), "combines samples"),
+        (lambda s, h, y: beside(lambda grad: grad.sum())(h, s.a(h).sum()), "gives no sum over samples"),
+        (lambda s, h, y: beside(lambda grad: grad.sum())(h, s.a(h).mean()), "gives no sum over samples"),
+        (lambda s, h, y: beside(lambda grad: grad / len(grad))(h, s.a(h) / len(h)), "or not each sample's own"),
+        (lambda s, h, y: beside(lambda grad: grad.sum(0))(h, s.a.bias / len(h)), "gives no sum over samples"),
     ],
 )
 def test_backwards_that_mix_samples_run_on_the_whole_batch(middle: Middle, says: str) -> None:

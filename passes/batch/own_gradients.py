@@ -17,7 +17,10 @@ from passes.batch.sums import Unequal
 from passes.operations import CASTS, operation_name
 
 Follow = Callable[[RuleCall], list[Result]]
-_REMEDY = "return a gradient that is each sample's own, or summed over samples where it is a weight's"
+_REMEDY = (
+    "return a gradient that is each sample's own, summed over samples where it is a weight's, or a constant "
+    "where it is a loss's"
+)
 
 
 def follow_gradient(call: RuleCall, follow: Follow) -> list[Result]:
@@ -67,10 +70,13 @@ def _require_as_precise(name: str, node: fx.Node, state: Result, inputs: Sequenc
 
 
 def _power(name: str, state: Any, gradient: Any) -> int:
-    """By which power of its share of the samples a micro-batch's input is to be weighted, for gradients to add up."""
+    """By which power of its share of the samples a micro-batch's input is to be weighted, for gradients to add up.
+
+    A sum over samples has one gradient for all of them, each sample its own, what is alike in all a sum of gradients;
+    and where the whole batch's value is (b/B)**power of that at hand, so is its gradient of the whole batch's."""
     if state.form == "partial" and gradient == State():
         return int(state.power)
-    wanted = state if state.layout else State(form="partial")
-    if gradient != wanted:
+    form: Any = "value" if state.layout or state.form == "partial" else "partial"
+    if gradient != State(state.layout, form, -state.power):
         raise Mixed(f"the backward of {name} gives no sum over samples, or not each sample's own", _REMEDY)
     return 0
