@@ -330,9 +330,9 @@ def _traced_once(
     with _module_trail() as trail:
         try:
             with ExitStack() as stack:
-                for guard in (private.global_hooks_kept(), private.quiet(), watched(step.model)):
+                for guard in (private.global_hooks_kept(), private.quiet(), private.code_when_run()):
                     stack.enter_context(guard)
-                for guard in (decisions_noted(), builtins_watched(step.model, lengths or {})):
+                for guard in (watched(step.model), decisions_noted(), builtins_watched(step.model, lengths or {})):
                     stack.enter_context(guard)
                 if step.surroundings is not None:
                     stack.enter_context(step.surroundings.checked())

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor, symbolic_shapes
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -182,6 +183,11 @@ class _Framework(set[str]):
 def user_frames() -> AbstractContextManager[None]:
     """Guards that a trace meets name the line of the user's code, not torch's."""
     return replaced(symbolic_shapes, "uninteresting_files", _Framework)
+
+
+def code_when_run() -> AbstractContextManager[None]:
+    """Graphs traced inside are written as code when they run; export would write its own three times, for nobody."""
+    return _use_lazy_graph_module(True)
 
 
 @contextmanager
