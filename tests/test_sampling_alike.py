@@ -1,5 +1,6 @@
 """What patches do, read off the graphs of two of them, is what each one's own graph says."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,18 @@ def test_work_is_that_of_a_patch_of_its_own(name: str) -> None:
             found = alike(plan, patch, shared)
             assert found is not None
             assert told(found.work(patch.stop - patch.first, tellers, line._seconds)) == told(written)
+
+
+def test_work_is_the_same_whichever_patch_was_asked_for_first() -> None:
+    traced = row_programs(UNet().double(), IMAGE, 1, sample={"x": 2}).traced
+
+    def works(order: int) -> dict[object, object]:
+        case = SampleCase(replace(traced, of_all_sizes={}), 2, device("A100-80GB"))
+        count = case.rows(2).units.count
+        asks = [((0, 3, count), 0), ((0, 3, 6, count), 1)]
+        return {ask: case.work(2, *ask, True).items for ask in asks[::order]}
+
+    assert works(1) == works(-1)
 
 
 @pytest.mark.parametrize("bounds", [(0, 6, 8), (0, 1, 8), (0, 1, 2, 8)])
