@@ -117,6 +117,11 @@ kinds = function(
 called = function(lambda ctx, x, module: module(x), lambda ctx, grad: (grad, None))
 cut = function(lambda ctx, x: x[:, 1:].clone(), into_zeros)
 checkpointed = function(once, again)
+given = function(
+    lambda ctx, x, other, grad: (ctx.save_for_backward(grad), x.clone())[1],
+    lambda ctx, grad: (grad, ctx.saved_tensors[0], None),
+)
+itself = function(lambda ctx, x: (ctx.save_for_backward(x), x.clone())[1], lambda ctx, grad: ctx.saved_tensors[0])
 losing = function(lambda ctx, x, loss: x.clone(), lambda ctx, grad: (grad, grad.new_full((), 0.3)))
 
 
@@ -152,6 +157,8 @@ EXACT: dict[str, Middle] = {
     "of rows, by embedding": lookup(lambda zeros, ids, grad: aten.embedding_dense_backward(grad, ids, 4, -1, False)),
     "of a loss of its own": lambda s, h, y: losing(losing(h, s.a(h).square().mean()), h.exp().sum() / len(h) ** 2),
     "of samples' shares": lambda s, h, y: beside(lambda grad: grad * len(grad))(h, s.a(h) / len(h)),
+    "of saved values alone": lambda s, h, y: given(h, s.a(h).mean(), y.sum()),
+    "of what it is given": lambda s, h, y: itself(s.a(h)),
     "not differentiable": lambda s, h, y: h * unlike(s.a(h))[1],
     "weights that it is not given": lambda s, h, y: h + called(y, s.a),
     "again, of what a cast leaves": lambda s, h, y: checkpointed(

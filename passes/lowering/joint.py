@@ -160,10 +160,11 @@ class StageGraphs:
         A run's own backward takes what comes into the run and computes the rest again; the backward of a block outside
         takes what it reads. What no run owns, since every stage computes it for itself, goes with those who read it.
         """
-        saved: set[fx.Node] = set()
+        gradients = {*self.input_grads, *self.weight_nodes}
+        saved = {node for node in gradients & self.made_forward if node.op != "get_attr"}  # an own backward returns it
         of_runs: list[tuple[fx.Node, int]] = []  # values that the backward of a run needs
         again: list[fx.Node] = []
-        for node in _ancestors([*self.input_grads, *self.weight_nodes]) - self.made_forward - {*self.tangents}:
+        for node in _ancestors(gradients) - self.made_forward - {*self.tangents}:
             run = self._run_of.get(node.meta.get("origin", "")) if self._run_of else None
             values = [v for v in node.all_input_nodes if v in self.made_forward and v.op != "get_attr"]
             of_runs += [(value, run) for value in values if run is not None]
