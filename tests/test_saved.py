@@ -93,6 +93,18 @@ def test_each_result_of_an_operation_grows_with_the_square() -> None:
     assert [evaluate(one, 7) for one in kept] == [7 * 7 * 4, 7 * 7 * 8]
 
 
+@pytest.mark.parametrize(
+    ("loss", "name"), [(F.cross_entropy, "cross_entropy"), (lambda z, t: torch.linalg.slogdet(z)[1], "linalg_slogdet")]
+)
+def test_what_an_operation_makes_inside_grows_with_the_square(loss: Callable[..., Tensor], name: str) -> None:
+    def contrasted(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        y = F.linear(x, v).mean(1)
+        return loss(y @ y.mT, torch.arange(len(y)))
+
+    kept = [a.num_bytes for a in saved_activations(captured(Step(contrasted))).kept if a.maker.startswith(name)]
+    assert 7 * 7 * 4 in [evaluate(one, 7) for one in kept]
+
+
 def test_a_graph_of_one_batch_size_has_numbers() -> None:
     capture = captured(Step(lambda x, v, w: sum(row.sin().mean() for row in F.linear(x, v))), 3)
     assert not capture.batch

@@ -107,11 +107,14 @@ class _Ledger:
 
     def _size(self, memory: int) -> sympy.Expr:
         constant, each = self._lines[memory]
+        (samples,) = self._operations.capture.batch or (sympy.S.Zero,)
         if constant < 0:  # it grows faster than a line: a product of samples
             maker = self._makers[memory]
-            value = maker.meta["val"]
-            return formula(value[self._places[maker].index(memory)] if isinstance(value, tuple | list) else value)
-        (samples,) = self._operations.capture.batch or (sympy.S.Zero,)
+            if memory in (places := self._places[maker]):
+                return formula(private.tensors_in(maker.meta["val"])[places.index(memory)])
+            count = self._operations.num_samples  # of something inside: through its bytes of these and of twice as many
+            square = sympy.Rational(-constant, 2 * count**2)
+            return sympy.expand(samples * (square * (samples - 3 * count) + each))
         return sympy.Add(constant, sympy.Mul(each, samples))
 
 
