@@ -156,6 +156,7 @@ EXACT: dict[str, Middle] = {
     "of rows, by index_put": lookup(lambda zeros, ids, grad: zeros.index_put_((ids,), grad, accumulate=True)),
     "of rows, by embedding": lookup(lambda zeros, ids, grad: aten.embedding_dense_backward(grad, ids, 4, -1, False)),
     "of a loss of its own": lambda s, h, y: losing(losing(h, s.a(h).square().mean()), h.exp().sum() / len(h) ** 2),
+    "of a loss of weights": lambda s, h, y: losing(losing(h, s.a.weight.square().sum()), s.a.bias.norm() / len(h)),
     "of samples' shares": lambda s, h, y: beside(lambda grad: grad * len(grad))(h, s.a(h) / len(h)),
     "of saved values alone": lambda s, h, y: given(h, s.a(h).mean(), y.sum()),
     "of what it is given": lambda s, h, y: itself(s.a(h)),

@@ -72,11 +72,13 @@ def _require_as_precise(name: str, node: fx.Node, state: Result, inputs: Sequenc
 def _power(name: str, state: Any, gradient: Any) -> int:
     """By which power of its share of the samples a micro-batch's input is to be weighted, for gradients to add up.
 
-    A sum over samples has one gradient for all of them, each sample its own, what is alike in all a sum of gradients;
-    and where the whole batch's value is (b/B)**power of that at hand, so is its gradient of the whole batch's."""
-    if state.form == "partial" and gradient == State():
-        return int(state.power)
+    A sum over samples has one gradient for all of them, each sample its own, what is alike in all a sum of gradients,
+    or its share of a constant; and where the whole batch's value is (b/B)**power of that at hand, so is its gradient of
+    the whole batch's."""
     form: Any = "value" if state.layout or state.form == "partial" else "partial"
-    if gradient != State(state.layout, form, -state.power):
+    if gradient == State(state.layout, form, -state.power):
+        return 0
+    power = int(state.power + gradient.power) + int(state.form == "value")
+    if state.layout or gradient != State(power=gradient.power) or power < 0:
         raise Mixed(f"the backward of {name} gives no sum over samples, or not each sample's own", _REMEDY)
-    return 0
+    return power
