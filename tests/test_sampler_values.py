@@ -178,6 +178,13 @@ def _if_it_is_a_key(x: Tensor, n: Tensor) -> Tensor:
     return x
 
 
+def _filled_up_to(x: Tensor, n: Tensor) -> Tensor:
+    kept = torch.zeros(x.shape[0], x.shape[3], dtype=torch.bool)
+    for place in range(len(n)):
+        kept[place, : n[place]] = True
+    return x * kept[:, None, None]
+
+
 @singledispatch
 def _of_kind(number: Any) -> float:
     return 0.0
@@ -205,6 +212,8 @@ def _(number: int) -> float:
         lambda x, n: x * _of_kind(n[0].item()) if numpy.isscalar(n[1].item()) else x,
         lambda x, n: x * divmod(n[0].item(), 2)[0] + ~n[1].item() + getattr(n[0].item(), "numerator", 0),
         lambda x, n: x * 2 if isinstance(n[0].item(), int) and type(n[1].item()) is int else x,
+        lambda x, n: x + x[..., n[1] : n[0] + 1].sum(-1, keepdim=True) + x[..., :: n[1]].shape[-1],
+        _filled_up_to,
     ],
 )
 def test_nothing_of_a_number_is_kept_for_another(way: Callable[[Tensor, Tensor], Tensor]) -> None:

@@ -9,6 +9,7 @@ input of a denoiser: mask     mask.sum(1).tolist()        its value, which the g
                                                           each other, else by number, as of repeat_interleave(mask)
                               if t > 500, float(t)        likewise; refused: numbers of what changes from step to step
                               x[mask] = token             no number: where(mask, token, x)
+                              x[: mask.sum()]             a slice by its number
 full([3], batch * 2)          n.tolist()                the size that it is filled with, three times
 uniform = rand(1)             if uniform > 0.0            True: no draw decides it, as with a dropout of nothing
 """
@@ -321,13 +322,30 @@ def _put(func: Any, tensor: torch.Tensor, index: Any, value: Any) -> None:
     _taken(func, tensor, index, value)
 
 
+def _sliced(index: Any) -> Any:
+    """A slice by numbers where its bounds are tensors that are known: the mask's [:lengths[0]]."""
+    if type(index) is not slice:
+        return index
+    return slice(*(_bound(one) for one in (index.start, index.stop, index.step)))
+
+
+def _bound(bound: Any) -> Any:
+    known = _known(bound, are_sizes=True) if isinstance(bound, torch.Tensor) and bound.dtype in _INTS else None
+    if known is None:
+        return bound
+    with private.outside_trace(), private.outside_fakes():
+        number = known[0].item()
+    return _free(number, known[1])
+
+
 def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim > 0
 
 
 def _taken(func: Any, tensor: torch.Tensor, index: Any, *values: Any) -> Any:
     """Entries of a tensor, or as many put there, where masks that are known are places."""
-    parts = index if type(index) is tuple else (index,)
+    parts = tuple(_sliced(one) for one in (index if type(index) is tuple else (index,)))
+    index = parts if type(index) is tuple else parts[0]
     masks = [_is_mask(one) for one in parts]
     one_for_all = bool(values) and not (isinstance(values[0], torch.Tensor) and values[0].ndim)
     if one_for_all or not any(masks):
