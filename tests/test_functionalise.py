@@ -68,6 +68,16 @@ def rows_by_mask(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h
 
 
+def entries_by_mask(s: Step, h: Tensor, y: Tensor) -> Tensor:
+    below, above, other = y < -1, y > 1, s.b(y)
+    h[y[:, 0] > 0] *= 0.0
+    h[below] = other[below] * 2 - 0.5
+    with torch.no_grad():
+        chosen = other[above]
+    h[above] = chosen
+    return h
+
+
 def scattered(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h.scatter_(1, torch.zeros_like(y[:, :1], dtype=torch.long), y[:, :1])
 
@@ -240,7 +250,7 @@ def swapped_buffers(s: Step, h: Tensor, y: Tensor) -> Tensor:
 
 EXACT: list[Middle] = [
     write_slice, two_views, read_view_after_base, transposed, permuted, by_index, by_mask, by_row_mask,
-    rows_by_mask, scattered, copied, filled,
+    rows_by_mask, entries_by_mask, scattered, copied, filled,
     filled_along_a_diagonal, assembled, narrowed, pieces_under_no_grad, out_argument, no_grad_on_frozen,
     constant_in_forward,
     cast_that_changes_nothing, cast_that_copies, keeps_its_type, inactive_dropout, activations, changed_shape,

@@ -11,6 +11,7 @@ of the views (`fxpipe/capture/views.py`); any other member is made again from th
 has no inverse is refused, with its place.
 """
 
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from fxpipe.errors import CaptureError
 aten = torch.ops.aten
 # In-place operations whose functional form has another name; what only changes a tensor's storage has none.
 _RENAMED = {"normal": "normal_functional"}
+_BY_NUMBER = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor)
 _REFUSED = ("set_", "resize_", "resize_as_")
 
 
@@ -225,7 +227,7 @@ class _Rewriter:
         if node.target is aten.zero_.default:
             return aten.zeros_like.default, args, kwargs
         if node.target is aten.index_put_.default and not kwargs and len(args) == 3 and len(args[1]) == 1:
-            (mask,), value = args[1], _chosen_from(args[0], args[1][0], args[2])
+            (mask,), value = args[1], self._chosen_from(args[0], args[1][0], args[2])
             if value is not None:
                 return aten.where.self, (self._trailing(mask, args[0]), value, args[0]), {}
         if node.target is aten.fill_diagonal_.default and args[0].meta["val"].ndim == 2 and len(args) == 2:
@@ -234,6 +236,27 @@ class _Rewriter:
             return aten.diagonal_scatter.default, (args[0], value), {}
         target = _functional_target(node)
         return target, _with_defaults(node.target, target, args, kwargs), kwargs
+
+    def _chosen_from(self, into: fx.Node, mask: fx.Node, values: fx.Node) -> fx.Node | None:
+        """What `into[mask] = values` takes its entries from, place by place; None where they are in another order.
+
+        Entries are alike wherever the mask is true, or `values` is another tensor at the same mask, as it is there or
+        times a number or plus one: what is chosen elsewhere then gets no gradient but zeros.
+        """
+        if mask.meta["val"].dtype != torch.bool:
+            return None
+        if values.target is aten.index.Tensor and values.args[1] == [mask]:
+            source = cast(fx.Node, values.args[0])
+            if source.meta["val"].shape != into.meta["val"].shape:
+                return None
+            return self._made(aten.detach.default, (source,), values) if values.meta.get("no_grad") else source
+        number = values.args[1] if values.target in _BY_NUMBER and not values.kwargs else None
+        if isinstance(number, int | float) and math.isfinite(number):
+            whole = self._chosen_from(into, mask, cast(fx.Node, values.args[0]))
+            return whole and self._made(values.target, (whole, number), values)
+        value, below = values.meta["val"], into.meta["val"].ndim - mask.meta["val"].ndim
+        is_one = value.ndim == below + 1 and isinstance(value.shape[0], int) and value.shape[0] == 1
+        return values if value.ndim <= below or is_one else None
 
     def _trailing(self, mask: fx.Node, like: fx.Node) -> fx.Node:
         """A mask of the leading dimensions, with dimensions of one for the others."""
@@ -246,21 +269,6 @@ class _Rewriter:
         node = self.graph.call_function(target, args)
         node.meta = {**of.meta, "val": private.fake_result(target, args, {}, of.meta["val"])}
         return node
-
-
-def _chosen_from(into: fx.Node, mask: fx.Node, values: fx.Node) -> fx.Node | None:
-    """What `into[mask] = values` takes its entries from, place by place; None where they are in another order.
-
-    Entries are alike wherever the mask is true, or `values` is another tensor at the same mask.
-    """
-    if mask.meta["val"].dtype != torch.bool:
-        return None
-    if values.target is aten.index.Tensor and values.args[1] == [mask]:
-        source = cast(fx.Node, values.args[0])
-        return source if source.meta["val"].shape == into.meta["val"].shape else None
-    value, below = values.meta["val"], into.meta["val"].ndim - mask.meta["val"].ndim
-    alike = value.ndim <= below or (value.ndim == below + 1 and isinstance(value.shape[0], int) and value.shape[0] == 1)
-    return values if alike else None
 
 
 def written_by(node: fx.Node) -> fx.Node:
