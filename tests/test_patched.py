@@ -1,6 +1,7 @@
 """Tensors whose patches come one by one: any scheduler steps them as it steps dense ones, and nothing waits in vain."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -205,12 +206,24 @@ def test_what_is_detached_in_place_stays_on_its_way() -> None:
         assert torch.equal(settled(value), noise())
 
 
-def test_a_dense_operand_that_is_written_before_its_use_is_refused() -> None:
-    other = noise(1)
-    total = patched(noise()) + other
-    other.add_(1)
-    with pytest.raises(RunError, match="was written in place while patches"):
-        settled(total)
+LATER: dict[str, Callable[[Tensor], Callable[[], Any]]] = {
+    "itself": lambda x: x.zero_,
+    "by its data": lambda x: x.data.zero_,
+    "a view": lambda x: x.view(-1).zero_,
+    "an array": lambda x: partial(x.numpy().fill, 0),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", LATER)
+def test_an_operand_that_is_written_before_its_use_is_read_as_it_was(name: str, mode: Any) -> None:
+    """Whether torch counts that or not."""
+    with mode():
+        for other in (noise(1), patched(noise(1))):
+            write = LATER[name](other)
+            total = patched(noise()) + other
+            write()
+            assert torch.equal(settled(total), noise() + noise(1))
 
 
 @pytest.mark.parametrize(

@@ -189,8 +189,6 @@ class _Call:
         self.first = self.patched[0]
         self.pointwise = torch.Tag.pointwise in func.tags
 
-        self.versions = [_versions(leaf) for leaf in leaves]
-
     @property
     def is_local(self) -> bool:
         """Whether every patch may be computed alone: their rows meet, and nothing is written in place."""
@@ -239,6 +237,8 @@ class _Call:
         if all(part.is_there for patched in self.patched for part in patched.parts):
             for one in once:
                 one.get(0)
+        elif not self.func.is_view:
+            self.leaves = [*map(_as_now, self.leaves)]
         _put_off.update(once)
         return pytree.tree_unflatten(results, spec)
 
@@ -277,12 +277,7 @@ class _Call:
     def of_patch(self, index: int) -> list[torch.Tensor]:
         """The results of one patch."""
         leaves = []
-        for leaf, versions in zip(self.leaves, self.versions, strict=True):
-            if any(old not in (None, now) for old, now in zip(versions or (), _versions(leaf) or (), strict=True)):
-                raise RunError(
-                    f"an operand {list(leaf.shape)} of {self.func} was written in place while patches of another were "
-                    "on their way; write `x = x + y` instead of `x += y`, or wait for them first: x.clone()"
-                )
+        for leaf in self.leaves:
             if isinstance(leaf, Patched):
                 leaf = leaf.part(index)
             elif isinstance(leaf, torch.Tensor):
@@ -308,13 +303,14 @@ class _Call:
         return pytree.tree_map(lambda value: written.get(id(value), value), result)
 
 
-def _versions(value: Any) -> list[int | None] | None:
-    """How often a tensor, or every patch of it, has been written in place; None of what is not there yet."""
+def _as_now(value: Any) -> Any:
+    """An operand whose memory others may write before it is read."""
     if isinstance(value, Patched):
-        return [one for part in value.parts for one in (_versions(part.get()) if part.is_there else None) or [None]]
-    if not isinstance(value, torch.Tensor):
-        return None
-    return [None if value.is_inference() else value._version]
+        if value.dense is None:
+            return value
+        parts = map(Lazy.there, value.dense.clone().split(list(value.sizes), value.along))
+        return Patched.of([*parts], value, value.along, value.sizes, value.device)
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 class _OfPatch:
