@@ -106,6 +106,16 @@ def cut_at(block: int) -> SamplePlan:
     return replace(plan, staged=replace(plan.staged, boundaries=(first, block, last)))
 
 
+def without(layout: str, *path: str | int) -> SamplePlan:
+    """A plan whose JSON lacks what is in a list."""
+    whole = sampler(layout).plan.as_dict()
+    inner: Any = whole
+    for name in path:
+        inner = inner[name]
+    inner.clear()
+    return SamplePlan.from_dict(whole)
+
+
 REFUSED: dict[str, Callable[[], object]] = {
     "another model": lambda: compiled(4, Convolutions(6).double(), plan=sampler("rows").plan),
     "other sizes": lambda: compiled(4, x=X[:, :, :12], plan=sampler("rows").plan),
@@ -125,6 +135,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     "unknown norms": lambda: edited("uneven rows, displaced", "norms merged", "norms mended"),
     "no fresh step": lambda: edited("uneven rows, displaced", "after 4 fresh", "after 0 fresh"),
     "norms of this step in turn": lambda: edited("patches in turn", "norms corrected", "norms sync"),
+    "no bounds": lambda: without("rows", "bounds"),
+    "a stage without ranks": lambda: without("patches in turn", "staged", "stage_ranks", 1),
     "no file": lambda: compiled(2, plan="no-such-plan.json"),
     "ranks none has": lambda: compiled(4, plan=replace(sampler("rows").plan, bounds=(0, 8))),
 }

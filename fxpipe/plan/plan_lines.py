@@ -112,8 +112,9 @@ class SavedPlan(ABC):
     step: Schedule
 
     def __post_init__(self) -> None:
-        bounds, ranks, labels = map(len, (self.staged.boundaries, self.staged.stage_ranks, self.labels))
-        if not bounds - 1 == ranks == labels > 0:
+        bounds, stages, labels = map(len, (self.staged.boundaries, self.staged.stage_ranks, self.labels))
+        ranks = sum(map(bool, self.staged.stage_ranks))
+        if not bounds - 1 == stages == ranks == labels > 0:
             raise CompileError(
                 f"the plan has {bounds} boundaries, ranks of {ranks} stages and labels of {labels}; every stage has "
                 "ranks and a label, and begins at a boundary, where the one before it ends"

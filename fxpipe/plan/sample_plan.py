@@ -178,6 +178,8 @@ class SamplePlan(SavedPlan):
         for name in ("num_samples", "groups", "copies", "num_rows", "unit_rows"):
             if (count := getattr(self, name)) < 1:
                 raise CompileError(f"{name} is {count}; give 1 or more")
+        if self.num_patches < 1:
+            raise CompileError(f"bounds are {list(self.bounds)}; give those of every patch, in units, from 0 on")
         if self.watching < 0:
             raise CompileError(f"watching is {self.watching}, no number of ranks")
         if self.in_turn and self.how.norms == "sync":
