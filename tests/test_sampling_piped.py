@@ -1,5 +1,6 @@
 """Patches that follow each other through stages: which values they read, and pipelines that overlap their steps."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -15,6 +16,7 @@ import fxpipe
 from fxpipe.capture.inputs import is_time
 from fxpipe.errors import CompileError, RunError
 from fxpipe.models.backbones import prediction_of
+from fxpipe.models.pipelines import shell
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.run.patched import Patched
 from fxpipe.run.sampling import BoundProgram, LocalRun
@@ -333,6 +335,28 @@ def test_predictions_of_one_step_are_streams_of_their_own() -> None:
         exact = [sampler.denoiser.module(x, texts[0], time) for x, time in steps]
     differs = [error(found, one) > 1e-9 for found, one in zip(wanted[0], exact, strict=True)]
     assert differs == [False, False, True, True, True]
+
+
+def test_many_predictions_at_one_time_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """And are steps that follow each other where the caller says so."""
+    torch.manual_seed(0)
+    given = {"x": noise(1, 12, 4), "text": noise(1, 3, 4), "time": torch.ones(1, dtype=torch.float64)}
+    how: dict[str, Any] = {"stages": 2, "mode": "displaced", "patches": 3, "warmup": 1, "sample": {"x": 1}}
+    sampler = fxpipe.compile_sampler(Timed().double(), 2, example=given, **how)
+    named: Any = shell(sampler.denoiser.module, sampler.denoiser)
+
+    def last_error() -> float:
+        with sampler.call():
+            for step in range(10):
+                now = {**given, "x": given["x"] + 0.1 * step}
+                found = named(**now)
+        return error(found, sampler.denoiser.module(**now).detach())
+
+    with caplog.at_level(logging.WARNING):
+        assert last_error() < 1e-12
+    assert caplog.text.count("more than 8 predictions at one time (time)") == 1
+    with named.cache_context("steps"):
+        assert last_error() > 1e-9
 
 
 class Labelled(Tokens):

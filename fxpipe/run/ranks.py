@@ -58,6 +58,7 @@ class Ranks(ABC):
         self._opened_by, self._for_all = 0, False  # the thread; whether others predict in it
         self._position, self._time = 0, dict[str, torch.Tensor]()
         self._conditions: list[dict[str, torch.Tensor]] = []  # of the streams, where no input is a time
+        self._has_told = False  # of many streams
 
     @contextmanager
     def call(self, for_all: bool = False) -> Iterator[None]:
@@ -158,6 +159,15 @@ class Ranks(ABC):
         if not time:
             return self._stream_of(given)
         self._position, self._time = self._position + 1 if _equal(time, self._time) else 0, time
+        if self._position == _MOST_STREAMS and not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "more than %d predictions at one time (%s): displaced steps take them for parts of one step, and hold "
+                "what each tells its next one; where they are steps that follow each other, call a pipeline's denoiser "
+                "inside its cache_context('a name'), or use mode='exact'",
+                _MOST_STREAMS,
+                ", ".join(step.inputs[name] for name in time),
+            )
         return str(self._position)
 
     def _stream_of(self, conditions: Tensors) -> str:
