@@ -626,7 +626,7 @@ def added(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (lambda s, h, y: h * numpy.asarray(h.detach()).max(), r"reads the values of a tensor .* by .__array__"),
         (lambda s, h, y: h * float(s.a.weight[0, 0].detach()), "decides by the value of a tensor"),
         (lambda s, h, y: h if torch.rand(1) > 0.5 else s.a(h), "decides by the value of a tensor"),
-        (lambda s, h, y: h + y[y > 0].sum(), "aten.index.Tensor: its result's size or value depends"),
+        (lambda s, h, y: h + y[y > 0].cumsum(0).sum(), "aten.index.Tensor: its result's size or value depends"),
         (lambda s, h, y: h * y[y > -9].reshape(h.shape), "aten.index.Tensor: .*or gather by argsort"),
         (lambda s, h, y: h * y[0].int().bincount(minlength=4), "aten.bincount.default: its result's size"),
         (lambda s, h, y: h + y.nonzero().sum(), "aten.nonzero.default: its result's size or value depends"),

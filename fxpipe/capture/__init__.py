@@ -14,6 +14,7 @@ own_gradients    of autograd functions, traced    own_graphs    taken out; backw
 functionalise    no writes in place (views)       (watch, calls, weights, random_calls, transforms, written_out)
 known            numbers read from tensors         evaluation    what these hold, of a trace's nodes
 updates          what forward writes into parameters and buffers
+masked           what masks choose, at all places of them
 guards           what is taken for granted of inputs
 formulas         of operations in transforms
 outputs          what forward returns beside the loss  same, kept_tables      whether two captures are one step
@@ -35,7 +36,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe.capture import functionalise, private
+from fxpipe.capture import functionalise, masked, private
 from fxpipe.capture.attention import expand_attention_dropout
 from fxpipe.capture.changed import Changed
 from fxpipe.capture.draws import hoist_draws, passes_through
@@ -212,6 +213,7 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     _mark_requires_grad(graph, wanted, tensors)
     graph.eliminate_dead_code()
     functionalise.refuse_hidden_writes(overwritten)
+    masked.write_whole(graph)
     expand_attention_dropout(graph)
     draws = hoist_draws(graph, constants)
     outputs, left_out = drop_unknown(graph, outputs)

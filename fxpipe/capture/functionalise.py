@@ -11,7 +11,6 @@ of the views (`fxpipe/capture/views.py`); any other member is made again from th
 has no inverse is refused, with its place.
 """
 
-import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ from fxpipe.errors import CaptureError
 aten = torch.ops.aten
 # In-place operations whose functional form has another name; what only changes a tensor's storage has none.
 _RENAMED = {"normal": "normal_functional"}
-_BY_NUMBER = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor)
 _REFUSED = ("set_", "resize_", "resize_as_")
 
 
@@ -227,36 +225,15 @@ class _Rewriter:
         if node.target is aten.zero_.default:
             return aten.zeros_like.default, args, kwargs
         if node.target is aten.index_put_.default and not kwargs and len(args) == 3 and len(args[1]) == 1:
-            (mask,), value = args[1], self._chosen_from(args[0], args[1][0], args[2])
-            if value is not None:
-                return aten.where.self, (self._trailing(mask, args[0]), value, args[0]), {}
+            (mask,) = args[1]
+            if mask.meta["val"].dtype == torch.bool and _is_one_for_all(args[0], mask, args[2]):
+                return aten.where.self, (self._trailing(mask, args[0]), args[2], args[0]), {}
         if node.target is aten.fill_diagonal_.default and args[0].meta["val"].ndim == 2 and len(args) == 2:
             diagonal = self._made(aten.diagonal.default, (args[0],), args[0])
             value = self._made(aten.full_like.default, (diagonal, args[1]), diagonal)
             return aten.diagonal_scatter.default, (args[0], value), {}
         target = _functional_target(node)
         return target, _with_defaults(node.target, target, args, kwargs), kwargs
-
-    def _chosen_from(self, into: fx.Node, mask: fx.Node, values: fx.Node) -> fx.Node | None:
-        """What `into[mask] = values` takes its entries from, place by place; None where they are in another order.
-
-        Entries are alike wherever the mask is true, or `values` is another tensor at the same mask, as it is there or
-        times a number or plus one: what is chosen elsewhere then gets no gradient but zeros.
-        """
-        if mask.meta["val"].dtype != torch.bool:
-            return None
-        if values.target is aten.index.Tensor and values.args[1] == [mask]:
-            source = cast(fx.Node, values.args[0])
-            if source.meta["val"].shape != into.meta["val"].shape:
-                return None
-            return self._made(aten.detach.default, (source,), values) if values.meta.get("no_grad") else source
-        number = values.args[1] if values.target in _BY_NUMBER and not values.kwargs else None
-        if isinstance(number, int | float) and math.isfinite(number):
-            whole = self._chosen_from(into, mask, cast(fx.Node, values.args[0]))
-            return whole and self._made(values.target, (whole, number), values)
-        value, below = values.meta["val"], into.meta["val"].ndim - mask.meta["val"].ndim
-        is_one = value.ndim == below + 1 and isinstance(value.shape[0], int) and value.shape[0] == 1
-        return values if value.ndim <= below or is_one else None
 
     def _trailing(self, mask: fx.Node, like: fx.Node) -> fx.Node:
         """A mask of the leading dimensions, with dimensions of one for the others."""
@@ -269,6 +246,12 @@ class _Rewriter:
         node = self.graph.call_function(target, args)
         node.meta = {**of.meta, "val": private.fake_result(target, args, {}, of.meta["val"])}
         return node
+
+
+def _is_one_for_all(into: fx.Node, mask: fx.Node, values: fx.Node) -> bool:
+    """Whether `into[mask] = values` has the same entries wherever the mask is true."""
+    value, below = values.meta["val"], into.meta["val"].ndim - mask.meta["val"].ndim
+    return value.ndim <= below or (value.ndim == below + 1 and type(value.shape[0]) is int and value.shape[0] == 1)
 
 
 def written_by(node: fx.Node) -> fx.Node:

@@ -30,6 +30,7 @@ from fxpipe.capture.evaluation import evaluated
 from fxpipe.capture.guards import Guard, run_of
 from fxpipe.capture.holders import holders_of
 from fxpipe.capture.inputs import is_time
+from fxpipe.capture.masked import alike
 from fxpipe.capture.sizes import is_symbolic
 from fxpipe.capture.surroundings import no_autocast
 from fxpipe.errors import CaptureError, ValuesError
@@ -55,7 +56,7 @@ class NumbersRead:
     `names` and `inputs` are those of buffers and inputs by the names of the trace's placeholders. `sizes`: tensors by
     name that are as long as numbers to be read, in a trace that leaves these free. `unknown`: it has read others, which
     the trace has no numbers for; `failed`: what this, or a size, has raised in forward, which ends a trace. `told`:
-    where it got the text of a free size.
+    where it got the text of a free size. `chosen`: unknown masks, each with how many entries it chooses.
     """
 
     model: nn.Module
@@ -69,6 +70,7 @@ class NumbersRead:
     unknown: bool = False
     failed: list[Exception] = field(default_factory=list)
     told: str = ""
+    chosen: list[tuple[fx.Node, Any]] = field(default_factory=list)
 
 
 _NUMBERS = (bool, int, float)
@@ -277,19 +279,26 @@ def _run(mask: torch.Tensor) -> slice | None:
 def _nonzero(func: Any, input: torch.Tensor, as_tuple: bool = False) -> Any:
     places = _places(input)
     if places is None:
-        return func(input, as_tuple=as_tuple)
+        return _as_many(input, func(input, as_tuple=as_tuple))
     return tuple(places.unbind(1)) if as_tuple and input.ndim else places
 
 
 def _where(func: Any, condition: torch.Tensor, *others: Any, **named: Any) -> Any:
     known = None if others or named else _places(condition)
-    return func(condition, *others, **named) if known is None else tuple(known.unbind(1))
+    if known is None:
+        found = func(condition, *others, **named)
+        return found if others or named else _as_many(condition, found)
+    return tuple(known.unbind(1))
 
 
 def _masked_select(func: Any, input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     shape = torch.broadcast_shapes(input.shape, mask.shape)
     places = _places(mask.expand(shape))
-    return func(input, mask) if places is None else input.expand(shape)[places.unbind(1)]
+    if places is None:
+        mask = mask.expand(shape)
+        _as_many(mask, chosen := input.expand(shape)[mask])
+        return chosen
+    return input.expand(shape)[places.unbind(1)]
 
 
 def _repeated(func: Any, input: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
@@ -359,7 +368,22 @@ def _taken(func: Any, tensor: torch.Tensor, index: Any, *values: Any) -> Any:
     for one, is_mask in zip(parts, masks, strict=True):
         places = _places(one) if is_mask else None
         found += [one] if places is None else places.unbind(1)
-    return func(tensor, tuple(found), *values)
+    result = func(tensor, tuple(found), *values)
+    unknown = [one for one in found if _is_mask(one)]
+    return result if values or len(unknown) != 1 else _as_many(unknown[0], result)
+
+
+def _as_many(mask: torch.Tensor, result: Any) -> Any:
+    """What an unknown mask chooses: as many entries as another that is made alike."""
+    held, node = _held.get(), private.traced_node(mask)
+    sizes = [size for one in private.tensors_in(result) for size in one.shape if private.sizes.depends_on_values(size)]
+    if held is not None and node is not None and sizes:
+        same = next((number for other, number in held.chosen if alike(other, node)), None)
+        if same is None:
+            held.chosen.append((node, sizes[0]))
+        else:
+            torch._check(sizes[0] == same)
+    return result
 
 
 _ENTRIES = ("unbind", "select")  # as `tolist` asks for them

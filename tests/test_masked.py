@@ -1,0 +1,105 @@
+"""What masks choose, by values of the batch: at all places, in micro-batches, with one device's loss and gradients."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.errors import ValuesError
+from tests.steps import batch, exact
+
+
+class Loss(nn.Module):
+    """A step whose loss is `of` two layers' result."""
+
+    def __init__(self, of: Callable[..., object]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.of = nn.Linear(4, 4), nn.Linear(4, 4), of
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> object:
+        return self.of(self, self.b(torch.tanh(self.a(x))), y)
+
+
+def losses(s: Loss, h: Tensor, y: Tensor) -> Tensor:
+    a, b = h[y > 0], y[y > 0]
+    many = F.mse_loss(a, b) + F.smooth_l1_loss(a, b, reduction="sum") / a.shape[0] + (a - b).abs().sum() / a.numel()
+    return many + torch.masked_select(h, y < 0.5).mean() + h[y[:, 0] > 0].pow(2).sum(-1).mean()
+
+
+def logarithms(s: Loss, h: Tensor, y: Tensor) -> Tensor:
+    """As of depths, which are zero where there are none."""
+    depth = y.clamp(min=0)
+    known = depth > 0
+    return (torch.log(h.exp()[known]) - torch.log(depth[known])).square().mean() + (1 / depth[known] - h[known]).mean()
+
+
+def labels(s: Loss, h: Tensor, y: Tensor) -> Tensor:
+    known = y[:, 1] > 0
+    return F.cross_entropy(h[known], (y > 0).sum(1)[known].remainder(4), label_smoothing=0.1)
+
+
+def rows(s: Loss, h: Tensor, y: Tensor) -> Tensor:
+    """As Mixtral's experts: two for every sample, of which each adds its own."""
+    weights, chosen = (h @ s.a.weight).softmax(-1).topk(2)
+    hits, out = F.one_hot(chosen, 4).permute(2, 1, 0), torch.zeros_like(h)
+    for expert in range(4):
+        place, row = torch.where(hits[expert])
+        out.index_add_(0, row, F.silu(F.linear(h[row], s.a.weight) * (expert + 1)) * weights[row, place, None])
+    return (out - y).square().mean()
+
+
+def repeated(s: Loss, h: Tensor, y: Tensor) -> Tensor:
+    """As HiDream's experts, whose masks are made twice."""
+    chosen = (h @ s.a.weight).topk(2).indices.flatten()
+    twice = h.repeat_interleave(2, 0)
+    out = torch.empty_like(twice)
+    for expert in range(4):
+        out[chosen == expert] = F.layer_norm(s.a(twice[chosen == expert]) + expert, (4,))
+    return (out.unflatten(0, (-1, 2)).sum(1) - y).square().mean()
+
+
+@pytest.mark.parametrize("of", [losses, logarithms, labels, rows, repeated])
+def test_what_masks_choose_is_computed_at_all_places(of: Callable[..., Tensor]) -> None:
+    exact(Loss(of), batch(5), microbatches=2)
+
+
+def test_a_mean_of_nothing_is_no_number_as_on_one_device() -> None:
+    x, y = batch(4)
+    program = fxpipe.compile(Loss(lambda s, h, y: h[y > 9].mean()), 2, example_inputs=(x, y), microbatches=2)
+    engine = program.local_engine()
+    assert engine.step((x, y)).isnan()
+    engine.close()
+
+
+def test_numbers_of_what_a_mask_chooses_are_outputs_and_its_entries_are_none() -> None:
+    def beside(s: Loss, h: Tensor, y: Tensor) -> dict[str, Tensor]:
+        few = (h - y)[y > 0]
+        return {"loss": few.square().mean(), "few": few.detach(), "mean": few.abs().mean().detach()}
+
+    program = exact(Loss(beside), batch(5), microbatches=2)
+    assert list(program.costed.captured.outputs) == ["mean"]
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda few: few.cumsum(0),
+        lambda few: few.softmax(0),
+        lambda few: few.sort(0).values,
+        lambda few: few.mT @ few,
+        lambda few: F.dropout(few, 0.5),
+        lambda few: few - few.amax(0),
+        lambda few: few.reshape(2, -1),
+        lambda few: few[few > 0],
+        lambda few: few * torch.rand_like(few),
+    ],
+)
+def test_what_combines_places_or_draws_is_refused(of: Callable[[Tensor], Tensor]) -> None:
+    model = Loss(lambda s, h, y: of(h[y[:, 0] > 0]).square().sum())
+    with pytest.raises(ValuesError, match=r"size or value depends on what a tensor holds|decides by the value"):
+        fxpipe.compile(model, 2, example_inputs=batch(4))
