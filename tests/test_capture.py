@@ -499,6 +499,22 @@ def test_weights_are_frozen_for_a_pass_without_gradients() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_weights_that_are_frozen_for_a_part_of_forward_get_no_gradient_of_it() -> None:
+    """As a discriminator's are for its generator's loss."""
+
+    def middle(s: Step, h: Tensor, y: Tensor) -> Tensor:
+        for one in (s.a, s.lines, s.attention):
+            one.requires_grad_(False)
+        seen = s.attention(*[s.lines(s.a(h)[:, None])[0]] * 3)[0][:, 0]
+        for one in (s.a, s.lines, s.attention):
+            one.requires_grad_(True)
+        return seen + s.attention(*[s.lines(s.a(y)[:, None])[0]] * 3)[0][:, 0]
+
+    model = Step(middle)
+    model.lines = nn.GRU(4, 4, batch_first=True, dtype=torch.float64)
+    exact(model, batch(), microbatches=2)
+
+
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 def test_reentrant_checkpoints_have_torchs_gradients(given: bool) -> None:
@@ -566,9 +582,19 @@ def penalty(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h + gradient.sum()
 
 
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
 def frozen_in_forward(s: Step, h: Tensor, y: Tensor) -> Tensor:
     s.a.requires_grad_(False)
-    h = s.a(h)
+    h = Product.apply(h, s.a.weight)
     s.a.requires_grad_(True)
     return h
 
@@ -630,7 +656,7 @@ def added(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (lambda s, h, y: h * y[y > -9].reshape(h.shape), "aten.index.Tensor: .*or gather by argsort"),
         (lambda s, h, y: h * y[0].int().bincount(minlength=4), "aten.bincount.default: its result's size"),
         (lambda s, h, y: h + y.nonzero().sum(), "aten.nonzero.default: its result's size or value depends"),
-        (frozen_in_forward, "forward sets requires_grad=False on a parameter"),
+        (frozen_in_forward, "an autograd function reads a parameter that forward freezes for a while"),
         (left_frozen, "forward sets requires_grad=False on a parameter"),
         (hooked, "a gradient hook on a tensor cannot be captured"),
         (hooked_node, "a gradient hook on a tensor cannot be captured"),

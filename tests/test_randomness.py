@@ -27,9 +27,9 @@ def square(h: Tensor) -> Tensor:
     return h.view(-1, 1, 2, 2)
 
 
-def attend(h: Tensor, **options: Any) -> Tensor:
-    q = square(h)
-    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.3, **options).flatten(1)
+def attend(h: Tensor, heads: int = 1, **options: Any) -> Tensor:
+    q, k = h.view(-1, heads, 2, 2), h[:, :4].view(-1, 1, 2, 2)
+    return F.scaled_dot_product_attention(q, k, k, dropout_p=0.3, **options).flatten(1)[:, :4]
 
 
 def unused(s: Step, h: Tensor, y: Tensor) -> Tensor:
@@ -68,6 +68,7 @@ EXACT: dict[str, tuple[Middle, int]] = {
     "dropout of a transposed value": (lambda s, h, y: s.drop(h.view(-1, 2, 2).transpose(1, 2)).flatten(1), 1),
     "dropout of channels": (lambda s, h, y: F.dropout2d(square(h).expand(-1, 3, -1, -1), 0.4).mean(1).flatten(1), 1),
     "attention": (lambda s, h, y: attend(h), 1),
+    "attention of grouped heads": (lambda s, h, y: attend(h.repeat(1, 2), heads=2, enable_gqa=True), 1),
     "causal attention": (lambda s, h, y: attend(h, is_causal=True), 1),
     "masked attention": (lambda s, h, y: attend(h, attn_mask=torch.tensor([[True, False], [False, False]])), 1),
     "biased attention": (lambda s, h, y: attend(h, attn_mask=square(y), scale=0.7), 1),

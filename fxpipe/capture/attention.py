@@ -117,8 +117,8 @@ def _written_out(
     enable_gqa: bool = False,
 ) -> fx.Node:
     shape = query.meta["val"].shape
-    if enable_gqa or not isinstance(shape[-2], int):
-        why = "attention with dropout over grouped queries, or over samples, is not supported"
+    if not isinstance(shape[-2], int):
+        why = "attention with dropout over samples is not supported"
         raise CaptureError(f"{private.where(node)}: {why}")
 
     dtype = node.meta["val"].dtype  # an autocast's, inside of one
@@ -137,6 +137,11 @@ def _written_out(
     is_cast = node.meta.get("autocast", (None, None, False))[2]
     if is_cast and attn_mask is not None and attn_mask.meta["val"].is_floating_point():
         attn_mask = cast(attn_mask, dtype)
+    if enable_gqa:
+        key, value = (
+            add(aten.repeat_interleave.self_int, one, shape[-3] // one.meta["val"].shape[-3], -3)
+            for one in (key, value)
+        )
     transposed = add(aten.transpose.int, key, -2, -1)
     scaled = add(aten.mul.Tensor, query, shape[-1] ** -0.5 if scale is None else scale)
     scores = add(aten.matmul.default, scaled, transposed)

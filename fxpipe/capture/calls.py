@@ -5,7 +5,7 @@ operation: modes on top of each other would be paid for as often.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -54,10 +54,10 @@ def own_generators(model: nn.Module, tell: bool = False) -> Iterator[None]:
 
 @contextmanager
 def flags_kept() -> Iterator[None]:
-    """Inside, parameters may be frozen that are not afterwards, where they have no gradient in the meantime anyway.
+    """Inside, parameters may be frozen that are not afterwards: what reads them meanwhile gives them no gradient.
 
     Raises:
-        CaptureError: one has, or is still frozen at the end.
+        CaptureError: one is still frozen at the end.
     """
     token = _off.set({})
     try:
@@ -88,8 +88,8 @@ def set_flag(func: Any, tensor: torch.Tensor, value: bool = True) -> Any:
 
 
 _FLAG = (
-    "forward sets requires_grad={} on a parameter, which a graph cannot have for a part of it unless under no_grad; "
-    "freeze before compiling, or call the module with torch.func.functional_call on detached parameters"
+    "forward sets requires_grad={} on a parameter, and leaves it so, but a graph has every call alike; set it before "
+    "compiling, or set it back in forward"
 )
 
 
@@ -106,8 +106,8 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         instead = self._table.get(func)
-        if instead is None and (off := _off.get()) and torch.is_grad_enabled():
-            _require_on(off, func, args, kwargs)
+        if instead is not set_flag and (off := _off.get()) and torch.is_grad_enabled():
+            args, kwargs = _cut_off(off, func, args, kwargs)
         try:
             if not kwargs:
                 return func(*args) if instead is None else instead(func, *args)
@@ -129,7 +129,14 @@ _GENERATOR = (
 )
 
 
-def _require_on(off: Mapping[int, torch.Tensor], func: Any, args: Any, kwargs: Any) -> None:
-    """Refuse parameters that are frozen here, whose gradients other parts of forward have; not what they are asked."""
-    if getattr(func, "__name__", "") != "__get__" and any(id(one) in off for one in pytree.tree_leaves((args, kwargs))):
-        raise CaptureError(_FLAG.format(False))
+def _cut_off(off: Mapping[int, torch.Tensor], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Parameters that are frozen here, whose gradients other parts of forward have, as a graph has them frozen."""
+    if getattr(func, "__name__", "") in ("__get__", "__set__"):
+        return args, kwargs
+    return pytree.tree_map(lambda one: one.detach() if id(one) in off else one, (args, kwargs))  # type: ignore[no-any-return]
+
+
+def require_on(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters that are frozen here where nobody sees them read."""
+    if any(id(one) in (_off.get() or ()) for one in tensors):
+        raise CaptureError("an autograd function reads a parameter that forward freezes for a while; give it .detach()")

@@ -21,7 +21,7 @@ from torch.distributions import Distribution
 from fxpipe.capture import own_gradients, private
 from fxpipe.capture.asked import ASKED, HOOK
 from fxpipe.capture.attention import encoders_watched, whole_attention
-from fxpipe.capture.calls import Calls, Table, flags_kept, is_watched, own_generators, set_flag
+from fxpipe.capture.calls import Calls, Table, flags_kept, is_watched, own_generators, require_on, set_flag
 from fxpipe.capture.holders import holders_of
 from fxpipe.capture.known import KNOWN, note_failure, value_of
 from fxpipe.capture.random_calls import RANDOM_CALLS
@@ -155,6 +155,7 @@ def _own_gradient(kind: Any, run: Callable[[], Any], args: tuple[Any, ...]) -> A
     of_library = kind.__name__.startswith("GeneratedBackwardFor_")  # of torch.library: kept as it is
     if not is_watched() or of_library or own_gradients.is_autograds():
         return run()
+    require_on(private.tensors_in(args))
     with private.noted_without_gradients():
         out = run()
     if not torch.is_grad_enabled() or not any(one.requires_grad for one in private.tensors_in(args)):
