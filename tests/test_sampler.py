@@ -300,6 +300,28 @@ class OwnSends(OwnBuffers):
 def test_memory_is_predicted(mode: Any, keeps_sent: bool, pipe: StableDiffusionPipeline) -> None:
     """Against the bytes that are really alive on every rank."""
     sampler = fxpipe.compile_sampler(pipe, 3, example=call(4, 64, 48), patches=3, mode=mode, warmup=1, advance=False)
+    require_predicted(sampler, keeps_sent)
+
+
+class Headless(torch.nn.Module):
+    """Attention that no kernel of torch takes: its operands have no heads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(2).mT
+        return torch.nn.functional.scaled_dot_product_attention(tokens, tokens, tokens.cos()).mT.reshape(x.shape)
+
+
+@pytest.mark.parametrize("layout", [{"patches": 3}, {}])
+def test_so_is_that_of_scores_that_are_held(layout: dict[str, Any]) -> None:
+    sampler = fxpipe.compile_sampler(Headless(), 3, example={"x": torch.zeros(2, 4, 24, 8)}, sample={"x": 2}, **layout)
+    most = require_predicted(sampler, False)
+    assert most > 4 * 192**2 * (2 / 3 if layout else 2)
+    assert sampler.plan.expects is not None
+    assert sampler.plan.expects.memory_bytes == pytest.approx(most, rel=0.1)
+
+
+def require_predicted(sampler: fxpipe.Sampler, keeps_sent: bool) -> int:
+    """The most bytes on any rank, each of which has as many as are predicted."""
     args, kwargs = sampler.example
     step = sampler.step
     tensors = step.bind(step.traced.captured.inputs.bind(args, kwargs)[0])
@@ -319,6 +341,7 @@ def test_memory_is_predicted(mode: Any, keeps_sent: bool, pipe: StableDiffusionP
     timeline = sampler.simulate(3, cluster="3xCPU" if keeps_sent else None)
     for measured, predicted in zip(found, timeline.memory, strict=True):
         assert measured == pytest.approx(predicted.peak_bytes, rel=0.01)
+    return max(found)
 
 
 def test_time_is_predicted_from_the_programs(pipe: StableDiffusionPipeline, tmp_path: Path) -> None:

@@ -61,8 +61,17 @@ def _most(work: PatchWork, names: frozenset[str]) -> int:
         needed = {bases[one] for one in later} | {bases.get(read) for one in later for read in one.all_input_nodes}
         held = sum(work.sizes[made] for made in nodes[: place + 1] if made in needed)
         comes = "exchange" in node.meta and node.meta["exchange"].kind != "ring" and bases[node] is node
-        found.append(held + comes * work.sizes[node])
+        found.append(held + comes * work.sizes[node] + _scores(node))
     return max(found, default=0)
+
+
+def _scores(node: fx.Node) -> int:
+    """Of attention without heads, whose scores are there beside their softmax."""
+    result = node.meta.get("val")
+    if node.target is not aten.scaled_dot_product_attention.default or result.dim() == 4:
+        return 0
+    (num_samples, num_queries, _), num_keys = result.shape, node.all_input_nodes[1].meta["val"].shape[1]
+    return int(2 * num_samples * num_queries * num_keys * result.itemsize)
 
 
 def _base(node: fx.Node) -> fx.Node:

@@ -145,6 +145,13 @@ def normalise(
     return (value * scale.view(each)).add_(shift.view(each)).to(value.dtype)
 
 
+def is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool = False) -> bool:
+    """Whether kernels of torch compute this attention at once, and hold no scores; `grouped`: heads may be fewer."""
+    operands = query, key, value
+    is_plain = all(tensor.dim() == 4 and tensor.stride(-1) == 1 for tensor in operands)
+    return is_plain and len({tensor.shape[: 1 if grouped else 2] for tensor in operands}) == 1
+
+
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -168,8 +168,9 @@ class _Walk(fx.Interpreter):
             return torch.empty(args[3], dtype=args[4], device=_META)
         if node.target is ops.wait:
             return args[0]
-        if node.target is _ATTENTION:  # without data it would be computed step by step, as by no device
-            query, width = args[0], args[2].shape[-1]  # torch's kernels write the result in the order of the queries
+        if node.target is _ATTENTION and row_ops.is_fused(args[0], args[1], args[2], bool(kwargs.get("enable_gqa"))):
+            # Without data it would be computed step by step. Kernels write the result in the order of the queries.
+            query, width = args[0], args[2].shape[-1]
             return torch.empty_like(query) if query.shape[-1] == width else query.new_empty((*query.shape[:-1], width))
         if node.target is row_ops.attend:
             wide = torch.promote_types(args[0].dtype, torch.float32)

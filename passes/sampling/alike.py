@@ -26,7 +26,17 @@ from passes.rows.sized import plain_like
 from passes.sampling.lives import Lives
 from passes.sampling.patch_graph import Piece, patch_graph
 from passes.sampling.patches import Patch
-from passes.sampling.work import PatchWork, SecondsOf, Sent, Tellers, owners_of, sent_of, value_bytes, work_of
+from passes.sampling.work import (
+    PatchWork,
+    SecondsOf,
+    Sent,
+    Tellers,
+    inside_bytes,
+    owners_of,
+    sent_of,
+    value_bytes,
+    work_of,
+)
 
 _FEW = 8
 """Units of an image of which every patch has its own graph."""
@@ -60,10 +70,12 @@ class Form:
 
 
 class _Made(NamedTuple):
-    """What patches of some units do: the first operations by name, bytes of all values, seconds of all operations."""
+    """What patches of some units do: the first operations by name, bytes of all values, and of what is inside some
+    operations, seconds of all."""
 
     nodes: Mapping[str, fx.Node]
     sizes: Mapping[fx.Node, int]
+    inside: Mapping[fx.Node, int]
     seconds: Mapping[fx.Node, float]
 
 
@@ -89,7 +101,7 @@ class Alike:
         if key not in self._works:
             result = self.plan.sized.result.name
             self._works[key] = work_of(
-                self.form.lives, made.sizes, made.seconds, lambda node: sent[firsts[node]], result
+                self.form.lives, made.sizes, made.inside, made.seconds, lambda node: sent[firsts[node]], result
             )
         return self._works[key]
 
@@ -116,7 +128,9 @@ class Alike:
         of_firsts = {name: (value_bytes(node), found.get(node, 0.0)) for name, node in made.items()}
         of_given = {node: value_bytes(self.plan.sized.nodes[node.name]) for node in self.form.given}
         sizes = of_given | {node: of_firsts[first][0] for node, first in firsts.items()}
-        return _Made(made, sizes, {node: of_firsts[first][1] for node, first in firsts.items()})
+        held = inside_bytes(made.values())
+        inside = {node: held[made[first]] for node, first in firsts.items() if made[first] in held}
+        return _Made(made, sizes, inside, {node: of_firsts[first][1] for node, first in firsts.items()})
 
 
 def alike(plan: RowPlan, patch: Patch, shared: frozenset[str], known: Form | None = None) -> Alike | None:

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +28,21 @@ class Lives:
     owners: Mapping[fx.Node, str]
 
     def held_bytes(
-        self, names: Collection[str], sizes: Mapping[fx.Node, int], apart: Mapping[str, int]
-    ) -> tuple[int, int]:
+        self, names: Collection[str], sizes: Mapping[fx.Node, int], apart: Mapping[str, int],
+        inside: Mapping[fx.Node, int] = MappingProxyType({}),
+    ) -> tuple[int, int]:  # fmt: skip
         """Of the operations of these captured ones alone: bytes of the model's tensors that they read, and the most
-        that their results hold at once; the ones `apart` are done elsewhere, and hold so many there."""
+        that they hold at once, their results and what is `inside` them; the ones `apart` are done elsewhere, and hold
+        so many there."""
         own = [owner in names for owner in self.owners.values()]
         weights = {tensor for reader, tensor in self._weights if own[reader]}
         apart = {name: size for name, size in apart.items() if name in names}
-        return sum(map(sizes.__getitem__, weights)), self._most(np.array(own, bool), sizes, apart)
+        return sum(map(sizes.__getitem__, weights)), self._most(np.array(own, bool), sizes, apart, inside)
 
-    def _most(self, own: npt.NDArray[np.bool_], sizes: Mapping[fx.Node, int], apart: Mapping[str, int]) -> int:
+    def _most(
+        self, own: npt.NDArray[np.bool_], sizes: Mapping[fx.Node, int], apart: Mapping[str, int],
+        inside: Mapping[fx.Node, int],
+    ) -> int:  # fmt: skip
         of_all = np.fromiter(map(sizes.__getitem__, self.owners), np.int64, len(own))
         makers = own & (self._bases == np.arange(len(own)))
         made, gone = np.where(makers, of_all, 0), np.zeros_like(of_all)
@@ -46,6 +52,8 @@ class Lives:
         np.add.at(gone, last[makers], of_all[makers])
         before = (made - gone).cumsum() + gone - made
         most = before + made * self._times
+        for node, size in inside.items():
+            most[self._numbers[node]] += size
         for name, size in apart.items():
             first, *rest = self._places[name]
             most[first], most[rest] = before[first] + size, 0

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from fxpipe.plan import row_ops
 from fxpipe.remembered import remembered
 from passes.rows import RowPlan
 from passes.sampling.attention import Shared
@@ -69,12 +70,13 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PatchWork:
-    """All that one patch does, in order. `lives`: of the nodes of its graph; `sizes`: bytes of every node's value.
-    `apart`: layers that other graphs do, and what these hold at once."""
+    """All that one patch does, in order. `lives`: of the nodes of its graph; `sizes`: bytes of every node's value, and
+    of what some hold `inside` while they run. `apart`: layers that other graphs do, and what these hold at once."""
 
     items: tuple[Item, ...]
     lives: Lives
     sizes: Mapping[fx.Node, int]
+    inside: Mapping[fx.Node, int]
     apart: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -106,7 +108,7 @@ class PatchWork:
     def held_bytes(self, names: frozenset[str]) -> tuple[int, int]:
         """Of these operations alone: bytes of the model's tensors that they read, and the most that their results hold
         at once, what is gathered for them included."""
-        return self.lives.held_bytes(names, self.sizes, self.apart)
+        return self.lives.held_bytes(names, self.sizes, self.apart, self.inside)
 
 
 def patch_work(
@@ -122,11 +124,12 @@ def graph_work(plan: RowPlan, graph: fx.Graph, tellers: Tellers, seconds: Mappin
     """What the graph of a patch does, whose operations take these seconds."""
     sizes, known = {node: value_bytes(node) for node in graph.nodes}, dict[object, Sent]()
     sent = partial(sent_of, tellers=tellers, known=known)
-    return work_of(Lives(owners_of(graph, plan)), sizes, seconds, sent, plan.sized.result.name)
+    lives = Lives(owners_of(graph, plan))
+    return work_of(lives, sizes, inside_bytes(graph.nodes), seconds, sent, plan.sized.result.name)
 
 
 def work_of(
-    lives: Lives, sizes: Mapping[fx.Node, int], seconds: Mapping[fx.Node, float],
+    lives: Lives, sizes: Mapping[fx.Node, int], inside: Mapping[fx.Node, int], seconds: Mapping[fx.Node, float],
     sent: Callable[[fx.Node], Sent], result: str,
 ) -> PatchWork:  # fmt: skip
     """What a graph's operations do that take these seconds and bytes, where in every exchange so much is `sent`; those
@@ -150,7 +153,7 @@ def work_of(
         if taken or reads:
             items.append(Item(name, taken, None, reads))
     items.append(Item(result, 0.0, None, tuple(sorted(unread))))
-    return PatchWork(tuple(items), lives, sizes)
+    return PatchWork(tuple(items), lives, sizes, inside)
 
 
 def owners_of(graph: fx.Graph, plan: RowPlan) -> dict[fx.Node, str]:
@@ -181,7 +184,7 @@ def with_layers(work: PatchWork, layers: Mapping[str, PatchWork]) -> PatchWork:
             begun.add(item.name)
         places.append(len(items) - 1)
     apart = {name: one.held_bytes(frozenset(one.owners.values()))[1] for name, one in layers.items()}
-    return PatchWork(tuple(items), work.lives, work.sizes, apart)
+    return PatchWork(tuple(items), work.lives, work.sizes, work.inside, apart)
 
 
 def value_bytes(node: fx.Node) -> int:
@@ -189,6 +192,19 @@ def value_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     items = value if isinstance(value, list | tuple) else [value]
     return sum(item.nbytes for item in items if isinstance(item, torch.Tensor))
+
+
+def inside_bytes(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """What operations hold while they run, beside operands and result: attention that no kernel computes at once has
+    its scores, and their softmax."""
+    found = {}
+    for node in nodes:
+        if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+            query, key, value = (operand.meta["val"] for operand in node.args[:3])  # type: ignore[union-attr]
+            if not row_ops.is_fused(query, key, value, bool(node.kwargs.get("enable_gqa"))):
+                out = node.meta["val"]
+                found[node] = 2 * prod(out.shape[:-1]) * key.shape[-2] * out.itemsize
+    return found
 
 
 def sent_of(node: fx.Node, tellers: Tellers, known: dict[object, Sent]) -> Sent:
