@@ -68,6 +68,13 @@ def test_what_masks_choose_is_computed_at_all_places(of: Callable[..., Tensor]) 
     exact(Loss(of), batch(5), microbatches=2)
 
 
+def test_what_masks_choose_in_an_autocast_has_the_type_that_it_has_there() -> None:
+    model = Loss(lambda s, h, y: rows(s, h, y.float()) + losses(s, h, y.float())).float()
+    x, y = batch(5, torch.float32)
+    report = fxpipe.compile(model, 2, example_inputs=(x, y), microbatches=2, precision="bf16").verify(x, y)
+    assert report.ok, report
+
+
 def test_a_mean_of_nothing_is_no_number_as_on_one_device() -> None:
     x, y = batch(4)
     program = fxpipe.compile(Loss(lambda s, h, y: h[y > 9].mean()), 2, example_inputs=(x, y), microbatches=2)

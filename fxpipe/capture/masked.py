@@ -19,9 +19,11 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxpipe.capture import private
 from fxpipe.capture.sizes import expression
+from fxpipe.capture.surroundings import LOW
 from fxpipe.capture.views import shape_nodes
 
 aten = torch.ops.aten
@@ -188,7 +190,7 @@ class _Rewriter:
             return self.counts[one] if is_pointwise and one in self.counts else self.new.get(one, one)
 
         args, kwargs = fx.map_arg((_with(node, **changed), node.kwargs if not changed else {}), read)
-        return self._make(node.target, *args, **kwargs)
+        return self._again(args, kwargs)
 
     def _of_result(self, node: fx.Node, made: fx.Node, given: Mapping[fx.Node, _Chosen]) -> _Chosen:
         """Where the places are in a result: in one dimension, with as many entries before it."""
@@ -216,15 +218,15 @@ class _Rewriter:
         ndim = value.meta["val"].ndim
         (behind,) = {other.meta["val"].ndim - one.dim for other, one in given.items()}
         one = replace(next(iter(given.values())), dim=ndim - behind)
-        value = self._if_chosen(one, value, 0)
+        value = self._if_chosen(one, self._cast(value, wide=True), 0)
         total = self._make(aten.sum.dim_IntList, value, list(dims), keep)
         if is_sum:
-            return total
+            return self._cast(total)
         number = self._make(aten.sum.default, one.flat)
         sizes = shape_nodes(self.graph, value)
         for dim in {dim % ndim for dim in dims or range(ndim)} - {one.dim}:
             number = self._make(aten.mul.Tensor, number, sizes[dim])
-        return self._make(aten.div.Tensor, total, number)
+        return self._cast(self._make(aten.div.Tensor, total, number))
 
     def _put(self, node: fx.Node, given: Mapping[fx.Node, _Chosen]) -> fx.Node:
         """`index_put` and `masked_scatter`."""
@@ -241,7 +243,7 @@ class _Rewriter:
             raise _Unknown
         put = self._make(aten.reshape.default, whole, sizes)
         put = self._make(aten.add.Tensor, into, put) if adds and adds[0] else put
-        return self._make(aten.where.self, self._trailing(mask, len(sizes) - at - ndim), put, into)
+        return self._cast(self._make(aten.where.self, self._trailing(mask, len(sizes) - at - ndim), put, into))
 
     def _add(self, node: fx.Node, given: Mapping[fx.Node, _Chosen]) -> fx.Node:
         into, dim, rows, value, *more = node.args
@@ -258,7 +260,7 @@ class _Rewriter:
         added = self._make(aten.reshape.default, added, whole)
         if others := [dim + other for other in range(len(shape)) if other != row.place]:
             added = self._make(aten.sum.dim_IntList, added, others)
-        return self._make(aten.add.Tensor, into, added)
+        return self._cast(self._make(aten.add.Tensor, into, added))
 
     def _entropy(self, node: fx.Node, given: Mapping[fx.Node, _Chosen]) -> fx.Node:
         """Places that are not chosen are those to ignore."""
@@ -266,14 +268,30 @@ class _Rewriter:
         if logits not in given or target not in given or target.meta["val"].ndim != 1 or reduction == 0:
             raise _Unknown
         labels = self._if_chosen(given[target], self.new[target], ignored)
-        return self._make(node.target, self.new[logits], labels, weight, reduction, ignored, smoothing)
+        return self._again((self.new[logits], labels, weight, reduction, ignored, smoothing), {})
 
     def _make(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node, marked as the one that it is made for."""
+        """A new node, marked as the one that it is made for, in no autocast."""
         made = self.graph.call_function(target, args, kwargs)
         like = next(one for one in made.all_input_nodes if isinstance(one.meta["val"], torch.Tensor))
-        made.meta = {**self.node.meta, "val": private.fake_result(target, args, kwargs, like.meta["val"])}
+        marks = {key: value for key, value in self.node.meta.items() if key != "autocast"}
+        made.meta = {**marks, "val": private.fake_result(target, args, kwargs, like.meta["val"])}
         return made
+
+    def _again(self, args: Any, kwargs: Any) -> fx.Node:
+        """The node's operation, in its autocast."""
+        made = self._make(self.node.target, *args, **kwargs)
+        pairs = zip(private.tensors_in(self.node.meta["val"]), private.tensors_in(made.meta["val"]), strict=True)
+        cast = iter([new.to(old.dtype) for old, new in pairs])
+        value = pytree.tree_map_only(torch.Tensor, lambda one: next(cast), made.meta["val"])
+        made.meta = {**self.node.meta, "val": value}
+        return made
+
+    def _cast(self, value: fx.Node, wide: bool = False) -> fx.Node:
+        """A value in the type of the node's result, or in that of its sums."""
+        kind = self.node.meta["val"].dtype
+        kind = torch.float32 if wide and kind in LOW else kind
+        return value if value.meta["val"].dtype == kind else self._make(aten.to.dtype, value, kind)
 
 
 _ENDS = {
