@@ -25,7 +25,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.collector import held_collector
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
-from fxpipe.models.backbones import example_inputs, image_rows, row_inputs
+from fxpipe.models.backbones import example_inputs, image_rows, named_rows, row_inputs
 from fxpipe.models.pipelines import denoiser_names, is_pipeline, recorded_call
 from fxpipe.options import (
     check_backend,
@@ -125,7 +125,8 @@ def compile_sampler(
             every patch, "ulysses" gives every patch some heads of all rows (Jacobs et al., 2023), "ring" passes keys
             and values around (Liu et al., 2023); "auto" takes what is predicted to be the fastest, layer by layer. One
             that cannot be so gathers, and a note of the plan says why.
-        sample: for modules that are no diffusers backbones, {input: its row dimension}; left out, the first input that
+        sample: for modules that are no diffusers backbones, {input: its row dimension}, from the end where that is
+            negative; left out, the first input that
             is an image [B, C, H, W] or a video [B, C, F, H, W].
         sizes: when sizes of images, and lengths of texts, are traced as free ones, in a longer trace that serves all at
             which forward is the same: "auto", at the second; "any", at the first. Others have traces of their own, and
@@ -174,7 +175,7 @@ def compile_sampler(
         raise CompileError(f"sample={dict(sample)}: dimensions are integers, {{'sample': 2}}")
 
     # denoiser: which module predicts, and what it is called with
-    rows_of = row_inputs if sample is None else lambda module, call: sample
+    rows_of = row_inputs if sample is None else lambda module, call: named_rows(sample, call)
     names = denoiser_names(model) if is_pipeline(model) else []
     name, module, args, kwargs = _denoiser_call(model, names, example, rows_of)
 

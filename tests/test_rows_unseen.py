@@ -163,6 +163,16 @@ def test_what_follows_a_gather_is_cut() -> None:
         assert [part.kind for part in rows.states["sin"].parts] == parts
 
 
+def test_classes_of_rows_are_rows() -> None:
+    """As where tokens are classes, and their embedding is a product."""
+    x = torch.randn(2, 8, 20, 8, dtype=torch.float64)
+    module = Of(lambda x: F.one_hot(x.abs().long().clamp(max=3), 4).to(x.dtype).cumsum(-1)[..., 1].sin())
+    programs = row_programs(module, {"x": x}, 1, sample={"x": 2})
+    assert not programs.rows.notes
+    for found in programs.cut([0, 5, 20]).predict(x=x):
+        torch.testing.assert_close(found, module(x), rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("dim", [1, 2])
 def test_repeats_up_to_a_given_size(dim: int) -> None:
     """Which is no patch's along the rows."""

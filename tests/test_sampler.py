@@ -148,7 +148,7 @@ def test_any_module_with_named_rows() -> None:
     sampler = fxpipe.compile_sampler(model, 2, example=given, patches=2, sample={"picture": 2})
     assert sampler.grid == Grid(1, 2)
     assert same(sampler.predict(**given)["made"], model(**given)["made"])
-    sampler = fxpipe.compile_sampler(model, 6, example=given, patches=2, sample={"picture": 2})
+    sampler = fxpipe.compile_sampler(model, 6, example=given, patches=2, sample={"picture": -2})
     assert sampler.grid == Grid(3, 2)
     assert same(sampler.predict(**given)["made"], model(**given)["made"])
 

@@ -120,6 +120,15 @@ def row_inputs(model: nn.Module, example: Mapping[str, Any]) -> dict[str, int]:
     return {name: _row_dimension(model, name, example[name], layout) for name in names}
 
 
+def named_rows(rows: Mapping[str, int], example: Mapping[str, Tensor]) -> dict[str, int]:
+    """Row dimensions that somebody has named, counted from the first one; those that no input has as they are."""
+    return {name: dim + _from_end(dim, example.get(name)) for name, dim in rows.items()}
+
+
+def _from_end(dim: int, value: Tensor | None) -> int:
+    return value.ndim if value is not None and -value.ndim <= dim < 0 else 0
+
+
 def _row_dimension(model: nn.Module, name: str, value: Tensor, layout: str) -> int:
     layout = layout.removeprefix("B") if "." in name else layout
     layout = layout if value.ndim == len(layout) else layout.replace("C", "")

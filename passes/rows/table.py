@@ -38,7 +38,7 @@ RULES: dict[str, Rule] = {
     **_names("linalg_vector_norm norm", rules.norm),
     **_names("layer_norm rms_norm native_layer_norm", trailing(lambda call: len(call.arguments["normalized_shape"]))),
     **_names("linear view_as_complex", trailing(lambda call: 1)),
-    **_names("view_as_real", trailing(lambda call: 0)),
+    **_names("view_as_real one_hot", trailing(lambda call: 0)),
     **_names("conv1d conv2d conv3d", windows.convolution),
     **_names("conv_transpose1d conv_transpose2d conv_transpose3d", windows.transposed),
     **_names("avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d", windows.pool),
