@@ -144,9 +144,10 @@ def compile_sampler(
             compiled for that call (`sampler.requests` says for how many). Ranks run one call at a time: replicas are
             groups of samples that hold whole requests, and tell each other the prediction alone.
         memory_limit: bytes that a rank may hold, as 40 * 2**30 or "40GiB"; the device's where left out.
-        plan: one that was made before, a `SamplePlan` or the file it was saved in: for calls like the example nothing
-            is decided; calls of other sizes are planned in its mode, with as many stages. What is asked for beside it
-            must be what it says, mode, warmup, norms and advance are the plan's.
+        plan: one that was made before, a `SamplePlan` or the file it was saved in: for calls like the example, or the
+            call that joins as many of these as the plan says, nothing is decided; calls of other sizes are planned in
+            its mode, with as many stages. What is asked for beside it must be what it says, mode, warmup, norms and
+            advance are the plan's.
         backend: how what is computed between messages runs: "eager", operation by operation; by "inductor", compiled
             in the second step of a kind; or, on GPUs, as "cudagraphs", recorded in the third and then replayed, which
             takes the host next to no time (ranks that are threads of one process run eagerly). Recorded graphs hold
@@ -199,7 +200,9 @@ def compile_sampler(
     tracing = Tracing(rows_of, sizes, captures, observe)
     lowering = SampleLowering(asked, tracing, where, by, observe, *texts, known, setting)
     denoiser = Spread(module, lowering, ranks)
-    if objective == "throughput" and known is None:
+    if known is not None and known.expects is not None and known.expects.requests > 1:
+        args, kwargs = _joined(denoiser, known, known.expects.requests, args, kwargs)
+    elif objective == "throughput" and known is None:
         args, kwargs = _requests(denoiser, lowering, args, kwargs)
     require_fresh(known, denoiser.step(args, kwargs).plan)
     others = {other: Spread(uncompiled(getattr(model, other)), lowering, ranks) for other in names if other != name}
@@ -225,6 +228,15 @@ def _requests(
     with denoiser.ranks.compiling(lowering.compared(lowering.case(traced, num_samples))):
         count = denoiser.ranks.of_rank_zero(requests)
     return repeated(denoiser.module, args, kwargs, count)
+
+
+def _joined(
+    denoiser: Spread, known: SamplePlan, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call that a plan was made for which joins so many: of this one, or this one itself."""
+    _, num_samples = denoiser.traced(args, kwargs)
+    is_one = num_samples * count == known.num_samples
+    return repeated(denoiser.module, args, kwargs, count) if is_one else (args, kwargs)
 
 
 def _check_choices(**given: str) -> None:

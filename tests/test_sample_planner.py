@@ -85,8 +85,8 @@ def model(name: str) -> nn.Module:
 
 def compiled(name: str, world_size: int = 4, **how: Any) -> Sampler:
     given = {"cost_model": DEVICE, "cluster": CLUSTER, "steps": STEPS, "warmup": 1, **how}
-    example = {"x": X, "text": TEXT}
-    return fxpipe.compile_sampler(model(name), world_size, example=example, sample={"x": 2}, **given)
+    given = {"example": {"x": X, "text": TEXT}, **given}
+    return fxpipe.compile_sampler(model(name), world_size, sample={"x": 2}, **given)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -253,6 +253,9 @@ def test_throughput_is_that_of_joined_requests() -> None:
     assert many.plan.expects.seconds == pytest.approx(many.simulate(STEPS).makespan_seconds, rel=0.05)
     assert many.verify().ok
     assert SamplePlan.parse(str(many.plan)) == many.plan
+    again = compiled("DiT", plan=many.plan)
+    assert (again.plan, again.requests, again.step.batch_size) == (many.plan, many.requests, many.step.batch_size)
+    assert compiled("DiT", plan=many.plan, example=again.example[1]).plan == many.plan
 
 
 def test_what_is_given_is_kept_and_few_steps_are_exact() -> None:
