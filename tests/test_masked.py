@@ -38,6 +38,13 @@ def logarithms(s: Loss, h: Tensor, y: Tensor) -> Tensor:
     return (torch.log(h.exp()[known]) - torch.log(depth[known])).square().mean() + (1 / depth[known] - h[known]).mean()
 
 
+def pieces(s: Loss, h: Tensor, y: Tensor) -> Tensor:
+    few = h[y[:, 0] > 0]
+    left, right = few.chunk(2, -1)
+    turned = torch.stack(torch.cat([right, left], -1).unbind(-1), -1).flip(-1).roll(1, -1).sort(-1).values
+    return F.pad((turned @ s.a.weight).view(-1, 2, 2).transpose(1, 2), (1, 0)).square().mean()
+
+
 def labels(s: Loss, h: Tensor, y: Tensor) -> Tensor:
     known = y[:, 1] > 0
     return F.cross_entropy(h[known], (y > 0).sum(1)[known].remainder(4), label_smoothing=0.1)
@@ -63,7 +70,7 @@ def repeated(s: Loss, h: Tensor, y: Tensor) -> Tensor:
     return (out.unflatten(0, (-1, 2)).sum(1) - y).square().mean()
 
 
-@pytest.mark.parametrize("of", [losses, logarithms, labels, rows, repeated])
+@pytest.mark.parametrize("of", [losses, logarithms, pieces, labels, rows, repeated])
 def test_what_masks_choose_is_computed_at_all_places(of: Callable[..., Tensor]) -> None:
     exact(Loss(of), batch(5), microbatches=2)
 

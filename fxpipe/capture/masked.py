@@ -13,7 +13,7 @@ nothing is chosen has a finite logarithm, root and inverse, and gets no gradient
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -47,12 +47,19 @@ class _Unknown(Exception):
 _MOVED = {
     "unsqueeze", "squeeze", "transpose", "permute", "t", "expand", "to", "_to_copy", "clone", "detach", "alias",
     "contiguous", "zeros_like", "ones_like", "full_like", "type_as", "getitem", "broadcast_tensors", "one_hot",
+    "expand_as", "numpy_T", "mT", "stack",
 }  # fmt: skip
 _RESHAPED = {"view", "reshape", "flatten", "unflatten", "_unsafe_view"}
 _ALONG = {
     "softmax", "log_softmax", "sum", "mean", "amax", "amin", "logsumexp", "var", "linalg_vector_norm", "cumsum", "cat",
     "split", "split_with_sizes", "chunk", "unbind", "select", "slice", "argmax", "argmin", "glu", "topk", "any", "all",
+    "sort", "flip", "roll",
 }  # fmt: skip
+_LAST: dict[str, Callable[[Any], float]] = {  # how many of the last dimensions are combined, by the second argument
+    **dict.fromkeys(("layer_norm", "rms_norm"), len),
+    **dict.fromkeys(("linear", "mm", "matmul"), lambda weight: 1 if weight.meta["val"].ndim < 3 else math.inf),
+    "pad": lambda sizes: len(sizes) / 2,
+}
 _LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"}
 _COUNTED = {operator.mul: aten.mul.Tensor, operator.add: aten.add.Tensor, torch.sym_max: aten.clamp_min.default}
 _NONZERO = (aten.where.default, aten.nonzero_numpy.default)
@@ -202,9 +209,11 @@ class _Rewriter:
             if len(at) != 1 or self.masks.get(expression(old.shape[at[0]])) != replace(one, dim=0):
                 raise _Unknown
             wanted = [*old.shape[: at[0]], one.flat.meta["val"].shape[0], *old.shape[at[0] + 1 :]]
-            before = (first.meta["val"].shape[: one.dim], old.shape[: at[0]])
-            moved = _name(node) in _RESHAPED and len({math.prod(map(expression, sizes)) for sizes in before}) > 1
-            if moved or not _alike_sizes(wanted, new.shape):
+            if _name(node) in _RESHAPED:
+                before = (first.meta["val"].shape[: one.dim], old.shape[: at[0]])
+                if len({math.prod(map(expression, sizes)) for sizes in before}) > 1:
+                    raise _Unknown
+            if not _alike_sizes(wanted, new.shape):
                 raise _Unknown
             found.add(at[0])
         if len(found) != 1:
@@ -273,9 +282,9 @@ class _Rewriter:
     def _make(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new node, marked as the one that it is made for, in no autocast."""
         made = self.graph.call_function(target, args, kwargs)
-        like = next(one for one in made.all_input_nodes if isinstance(one.meta["val"], torch.Tensor))
+        like = next(tensor for one in made.all_input_nodes for tensor in private.tensors_in(one.meta["val"]))
         marks = {key: value for key, value in self.node.meta.items() if key != "autocast"}
-        made.meta = {**marks, "val": private.fake_result(target, args, kwargs, like.meta["val"])}
+        made.meta = {**marks, "val": private.fake_result(target, args, kwargs, like)}
         return made
 
     def _again(self, args: Any, kwargs: Any) -> fx.Node:
@@ -341,16 +350,16 @@ def _keeps_apart(node: fx.Node, given: Mapping[fx.Node, _Chosen]) -> bool:
         return not _acts(node, given)
     if name in ("embedding", "index"):  # of a table that is not chosen from
         return first not in given and len(node.all_input_nodes) == 2
-    if name not in ("layer_norm", "rms_norm", "linear", "mm") or first not in given or len(given) > 1:
+    if name not in _LAST or first not in given or len(given) > 1:
         return False
-    normalised: Any = node.args[1] if name.endswith("norm") else [0]
-    return bool(first.meta["val"].ndim - given[first].dim > len(normalised))  # type: ignore[union-attr, index]
+    return bool(first.meta["val"].ndim - given[first].dim > _LAST[name](node.args[1]))  # type: ignore[union-attr, index]
 
 
 def _dims(node: fx.Node) -> list[int] | None:
     """The dimensions that an operation is along, None for all."""
     defaults = {one.name: one.default_value for one in node.target._schema.arguments}  # type: ignore[union-attr]
-    found = (defaults | private.arguments(node)).get("dim")
+    given = defaults | private.arguments(node)
+    found = given.get("dim", given.get("dims"))
     return [found] if isinstance(found, int) else list(found) if found else None
 
 
