@@ -41,7 +41,7 @@ def logarithms(s: Loss, h: Tensor, y: Tensor) -> Tensor:
 def pieces(s: Loss, h: Tensor, y: Tensor) -> Tensor:
     few = h[y[:, 0] > 0]
     left, right = few.chunk(2, -1)
-    turned = torch.stack(torch.cat([right, left], -1).unbind(-1), -1).flip(-1).roll(1, -1).sort(-1).values
+    turned = torch.stack(torch.cat([right, left], -1).unbind(-1), -1).flip(-1).sort(-1).values
     return F.pad((turned @ s.a.weight).view(-1, 2, 2).transpose(1, 2), (1, 0)).square().mean()
 
 

@@ -53,7 +53,7 @@ _RESHAPED = {"view", "reshape", "flatten", "unflatten", "_unsafe_view"}
 _ALONG = {
     "softmax", "log_softmax", "sum", "mean", "amax", "amin", "logsumexp", "var", "linalg_vector_norm", "cumsum", "cat",
     "split", "split_with_sizes", "chunk", "unbind", "select", "slice", "argmax", "argmin", "glu", "topk", "any", "all",
-    "sort", "flip", "roll",
+    "sort", "flip",
 }  # fmt: skip
 _LAST: dict[str, Callable[[Any], float]] = {  # how many of the last dimensions are combined, by the second argument
     **dict.fromkeys(("layer_norm", "rms_norm"), len),
