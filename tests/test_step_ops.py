@@ -204,7 +204,7 @@ def test_planned_steps_are_as_their_programs(name: str, layout: Layout) -> None:
 
 
 OPTIONS: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any]]] = {
-    "low precision": (lambda: ZOO["sd"](torch.float32), {"precision": "bf16", "schedule": "1f1b"}),
+    "low precision": (lambda: ZOO["uvit"](torch.float32), {"precision": "bf16", "schedule": "1f1b"}),
     "offloaded": (lambda: TinyUNet("no_grad"), {"offload_optimizer": True, "schedule": "wave", "recompute": True}),
     "two passes": (lambda: fxpipe.SelfConditioning(SelfConditioned(), 0.5), {"schedule": "interleaved"}),
 }
