@@ -1,5 +1,6 @@
 """What masks choose, by values of the batch: at all places, in micro-batches, with one device's loss and gradients."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -70,7 +71,31 @@ def repeated(s: Loss, h: Tensor, y: Tensor) -> Tensor:
     return (out.unflatten(0, (-1, 2)).sum(1) - y).square().mean()
 
 
-@pytest.mark.parametrize("of", [losses, logarithms, pieces, labels, rows, repeated])
+def derivatives(s: Loss, h: Tensor, y: Tensor) -> Tensor:
+    """Those of the weights are finite, whatever stands where nothing is chosen."""
+    few = -y[y < 0]
+    many = torch.sqrt(few * s.b.bias[0].abs()) + few.pow(s.b.bias[1]) + (-few * 20000 * s.b.bias[2].abs()).exp()
+    known = y[:, 0] > 0
+    others = y[known] < y[known].amax(-1, keepdim=True)
+    weights = h[known].masked_fill(~others, -math.inf).softmax(-1)
+    return many.mean() + (weights @ s.a.weight).square().mean() + (s.a.bias[0] / torch.complex(h, y)[y < 0]).abs().sum()
+
+
+def integers(s: Loss, h: Tensor, y: Tensor) -> Tensor:
+    """None is divided by zero, or read beyond a table, that is not on one device."""
+    number = (y > 0).sum(1)
+    known = number > 1
+    few = number[known] - 1
+    return (h[known] * (7 % few)[:, None] * F.embedding(few - 1, s.a.weight) / few[:, None]).square().mean()
+
+
+def broadcast(s: Loss, h: Tensor, y: Tensor) -> Tensor:
+    out, known = h.clone(), y[:, 0] > 0
+    out[known] = h[known].sum(-1, keepdim=True)
+    return (out - y).square().mean()
+
+
+@pytest.mark.parametrize("of", [losses, logarithms, pieces, labels, rows, repeated, derivatives, integers, broadcast])
 def test_what_masks_choose_is_computed_at_all_places(of: Callable[..., Tensor]) -> None:
     exact(Loss(of), batch(5), microbatches=2)
 
@@ -110,6 +135,8 @@ def test_numbers_of_what_a_mask_chooses_are_outputs_and_its_entries_are_none() -
         lambda few: few - few.amax(0),
         lambda few: few.reshape(2, -1),
         lambda few: few[few > 0],
+        lambda few: few.clamp(max=few.shape[0]),
+        lambda few: F.layer_norm(few, (4,), eps=0.0),
         lambda few: few * torch.rand_like(few),
     ],
 )
@@ -117,3 +144,16 @@ def test_what_combines_places_or_draws_is_refused(of: Callable[[Tensor], Tensor]
     model = Loss(lambda s, h, y: of(h[y[:, 0] > 0]).square().sum())
     with pytest.raises(ValuesError, match=r"size or value depends on what a tensor holds|decides by the value"):
         fxpipe.compile(model, 2, example_inputs=batch(4))
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda s, h, y: F.mse_loss(*torch.broadcast_tensors(h[y[:, 0] > 0][:, :1], y[y[:, 0] > 0][:, 0])),
+        lambda s, h, y: h @ s.a.weight.masked_scatter(s.b.bias > 0, s.b.weight[s.b.bias > 0]),
+    ],
+    ids=["pairs", "a mask repeated in every row"],
+)
+def test_what_is_broadcast_against_what_is_chosen_is_refused(of: Callable[..., Tensor]) -> None:
+    with pytest.raises(ValuesError, match=r"size or value depends on what a tensor holds"):
+        fxpipe.compile(Loss(lambda s, h, y: of(s, h, y).square().sum()), 2, example_inputs=batch(4))

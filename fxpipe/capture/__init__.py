@@ -368,7 +368,7 @@ def _not_broadcast(node: fx.Node) -> fx.Node | None:
         return None
     (given,) = source.args
     item: fx.Node = given[index]  # type: ignore[index, assignment]
-    return item if item.meta["val"].shape == node.meta["val"].shape else None
+    return item if masked.alike_sizes(item.meta["val"].shape, node.meta["val"].shape) else None
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

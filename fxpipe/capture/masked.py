@@ -8,7 +8,8 @@
     index_add(y, 0, r, f(x[r]))    ->   y + where(mask, f(x of all places), 0).sum(0)
 
 Between both, operations compute every place by itself; what goes through another is left as it was. What stands where
-nothing is chosen has a finite logarithm, root and inverse, and gets no gradient.
+nothing is chosen gets no gradient, and gives none: an operation that may have no finite derivative, as a logarithm, is
+given numbers there of which it has one.
 """
 
 import math
@@ -62,6 +63,11 @@ _LAST: dict[str, Callable[[Any], float]] = {  # how many of the last dimensions 
 }
 _LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"}
 _COUNTED = {operator.mul: aten.mul.Tensor, operator.add: aten.add.Tensor, torch.sym_max: aten.clamp_min.default}
+_STANDS = {"embedding": 0, "index": 0, "one_hot": 0, "softmax": 1, "log_softmax": 1, "logsumexp": 1}
+_FINITE = _MOVED | _LOSSES | {
+    "add", "sub", "rsub", "mul", "neg", "abs", "relu", "gelu", "silu", "tanh", "sigmoid", "clamp", "where",
+    "masked_fill", "eq", "ne", "lt", "le", "gt", "ge",
+}  # fmt: skip
 _NONZERO = (aten.where.default, aten.nonzero_numpy.default)
 
 
@@ -157,7 +163,7 @@ class _Rewriter:
         source: Any = node.args[0]
         at, mask, dims = _indexed(indices, given)
         shape, ndim = mask.meta["val"].shape, source.meta["val"].ndim
-        if not _alike_sizes([shape[dim] for dim in dims], source.meta["val"].shape[at : at + len(dims)]):
+        if not alike_sizes([shape[dim] for dim in dims], source.meta["val"].shape[at : at + len(dims)]):
             raise _Unknown
         order = [*range(at), *(at + dims.index(dim) for dim in sorted(dims)), *range(at + len(dims), ndim)]
         if order != sorted(order):
@@ -169,9 +175,14 @@ class _Rewriter:
             source = self._make(aten.expand.default, source, sizes)
         sizes = shape_nodes(self.graph, source)
         source = self._make(aten.reshape.default, source, [*sizes[:at], -1, *sizes[at + len(shape) :]])
-        kind = source.meta["val"].dtype
-        other = 0.5 + 0.3 / (1 + len(self.new)) if kind.is_floating_point else kind != torch.bool and 0
-        return self._if_chosen(self._start(node, mask, at), source, other)
+        return self._filled(self._start(node, mask, at), source, 0)
+
+    def _filled(self, one: _Chosen, value: fx.Node, number: int) -> fx.Node:
+        """A value that has finite derivatives where it is not chosen; `number` is for integers."""
+        kind = value.meta["val"].dtype
+        if kind.is_floating_point or kind.is_complex:
+            return self._if_chosen(one, value, 0.5 + 0.3 / (1 + len(self.new)))
+        return self._if_chosen(one, value, number) if kind != torch.bool else value
 
     def _if_chosen(self, one: _Chosen, value: fx.Node, other: Any) -> fx.Node:
         mask = self._trailing(one.flat, value.meta["val"].ndim - 1 - one.dim)
@@ -193,8 +204,13 @@ class _Rewriter:
         if by_count and not (is_pointwise or _name(node) in _RESHAPED):
             raise _Unknown
 
+        number = _STANDS.get(_name(node), int(is_pointwise and _name(node) not in _FINITE) or None)
+
         def read(one: fx.Node) -> fx.Node:
-            return self.counts[one] if is_pointwise and one in self.counts else self.new.get(one, one)
+            if is_pointwise and one in self.counts:
+                return self.counts[one]
+            whole = self.new.get(one, one)
+            return whole if one not in given or number is None else self._filled(given[one], whole, number)
 
         args, kwargs = fx.map_arg((_with(node, **changed), node.kwargs if not changed else {}), read)
         return self._again(args, kwargs)
@@ -213,7 +229,7 @@ class _Rewriter:
                 before = (first.meta["val"].shape[: one.dim], old.shape[: at[0]])
                 if len({math.prod(map(expression, sizes)) for sizes in before}) > 1:
                     raise _Unknown
-            if not _alike_sizes(wanted, new.shape):
+            if not alike_sizes(wanted, new.shape):
                 raise _Unknown
             found.add(at[0])
         if len(found) != 1:
@@ -225,7 +241,9 @@ class _Rewriter:
     ) -> fx.Node:
         """The sum or mean over what is chosen, and over other dimensions."""
         ndim = value.meta["val"].ndim
-        (behind,) = {other.meta["val"].ndim - one.dim for other, one in given.items()}
+        behind, *others = {other.meta["val"].ndim - one.dim for other, one in given.items()}
+        if others:
+            raise _Unknown
         one = replace(next(iter(given.values())), dim=ndim - behind)
         value = self._if_chosen(one, self._cast(value, wide=True), 0)
         total = self._make(aten.sum.dim_IntList, value, list(dims), keep)
@@ -245,14 +263,15 @@ class _Rewriter:
         one, ndim = given.get(value), mask.meta["val"].ndim  # type: ignore[arg-type]
         if one is None or into in given or one.dim != at or dims != [*range(ndim)] or not alike(one.mask, mask):
             raise _Unknown
-        sizes, whole = shape_nodes(self.graph, into), self.new[value]  # type: ignore[arg-type, index]
-        shape = mask.meta["val"].shape
-        fits = whole.meta["val"].ndim == len(sizes) - ndim + 1
-        if not fits or not _alike_sizes(shape, into.meta["val"].shape[at : at + ndim]):  # type: ignore[union-attr]
+        whole, below = self.new[value], into.meta["val"].shape  # type: ignore[index, union-attr]
+        in_rows = _name(node) == "masked_scatter" and ndim < len(below)  # it repeats the mask for leading dimensions
+        fits = whole.meta["val"].ndim == len(below) - ndim + 1 and not in_rows
+        if not fits or not alike_sizes(mask.meta["val"].shape, below[at : at + ndim]):
             raise _Unknown
-        put = self._make(aten.reshape.default, whole, sizes)
+        sizes = shape_nodes(self.graph, whole)
+        put = self._make(aten.reshape.default, whole, [*sizes[:at], *shape_nodes(self.graph, mask), *sizes[at + 1 :]])
         put = self._make(aten.add.Tensor, into, put) if adds and adds[0] else put
-        return self._cast(self._make(aten.where.self, self._trailing(mask, len(sizes) - at - ndim), put, into))
+        return self._cast(self._make(aten.where.self, self._trailing(mask, len(below) - at - ndim), put, into))
 
     def _add(self, node: fx.Node, given: Mapping[fx.Node, _Chosen]) -> fx.Node:
         into, dim, rows, value, *more = node.args
@@ -261,7 +280,7 @@ class _Rewriter:
             raise _Unknown
         shape, below = one.mask.meta["val"].shape, into.meta["val"].shape  # type: ignore[union-attr]
         dim = cast(int, dim) % len(below)
-        if into in given or one.dim != dim or not _alike_sizes([shape[row.place]], [below[dim]]):
+        if into in given or one.dim != dim or not alike_sizes([shape[row.place]], [below[dim]]):
             raise _Unknown
         added = self._if_chosen(one, self.new[value], 0)  # type: ignore[index]
         sizes = shape_nodes(self.graph, added)
@@ -284,7 +303,11 @@ class _Rewriter:
         made = self.graph.call_function(target, args, kwargs)
         like = next(tensor for one in made.all_input_nodes for tensor in private.tensors_in(one.meta["val"]))
         marks = {key: value for key, value in self.node.meta.items() if key != "autocast"}
-        made.meta = {**marks, "val": private.fake_result(target, args, kwargs, like)}
+        try:
+            made.meta = {**marks, "val": private.fake_result(target, args, kwargs, like)}
+        except RuntimeError as error:  # of what holds of numbers alone, or of fewer places
+            self.graph.erase_node(made)
+            raise _Unknown from error
         return made
 
     def _again(self, args: Any, kwargs: Any) -> fx.Node:
@@ -350,7 +373,7 @@ def _keeps_apart(node: fx.Node, given: Mapping[fx.Node, _Chosen]) -> bool:
         return not _acts(node, given)
     if name in ("embedding", "index"):  # of a table that is not chosen from
         return first not in given and len(node.all_input_nodes) == 2
-    if name not in _LAST or first not in given or len(given) > 1:
+    if name not in _LAST or first not in given or len(given) > 1 or private.argument(node, "eps") == 0:
         return False
     return bool(first.meta["val"].ndim - given[first].dim > _LAST[name](node.args[1]))  # type: ignore[union-attr, index]
 
@@ -371,7 +394,7 @@ def _acts(node: fx.Node, given: Mapping[fx.Node, _Chosen]) -> bool:
     )
 
 
-def _alike_sizes(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def alike_sizes(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return [*map(expression, some)] == [*map(expression, others)]
 
 
