@@ -505,10 +505,11 @@ def test_weights_that_are_frozen_for_a_part_of_forward_get_no_gradient_of_it() -
     def middle(s: Step, h: Tensor, y: Tensor) -> Tensor:
         for one in (s.a, s.lines, s.attention):
             one.requires_grad_(False)
-        seen = s.attention(*[s.lines(s.a(h)[:, None])[0]] * 3)[0][:, 0]
+        seen = s.attention(*[s.lines(s.a(h)[:, None])[0]] * 3)[0][:, 0] + h @ s.a.weight.T
+        weight = s.a.weight.contiguous()  # itself
         for one in (s.a, s.lines, s.attention):
             one.requires_grad_(True)
-        return seen + s.attention(*[s.lines(s.a(y)[:, None])[0]] * 3)[0][:, 0]
+        return seen + h @ weight + s.attention(*[s.lines(s.a(y)[:, None])[0]] * 3)[0][:, 0]
 
     model = Step(middle)
     model.lines = nn.GRU(4, 4, batch_first=True, dtype=torch.float64)

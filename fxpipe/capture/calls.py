@@ -106,8 +106,13 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         instead = self._table.get(func)
-        if instead is not set_flag and (off := _off.get()) and torch.is_grad_enabled():
-            args, kwargs = _cut_off(off, func, args, kwargs)
+        if instead is not set_flag and (off := _off.get()) and torch.is_grad_enabled() and _reads(func):
+            cut = _Cut(off)
+            args, kwargs = pytree.tree_map(cut.off, (args, kwargs))
+            return pytree.tree_map(cut.on, self._called(func, instead, args, kwargs))
+        return self._called(func, instead, args, kwargs)
+
+    def _called(self, func: Any, instead: Any, args: Any, kwargs: Any) -> Any:
         try:
             if not kwargs:
                 return func(*args) if instead is None else instead(func, *args)
@@ -129,11 +134,31 @@ _GENERATOR = (
 )
 
 
-def _cut_off(off: Mapping[int, torch.Tensor], func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+_VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+
+
+def _reads(func: Any) -> bool:
+    """Whether a function reads what a tensor holds, and does not ask for an attribute."""
+    return func in _VIEWS or getattr(func, "__name__", "") not in ("__get__", "__set__")
+
+
+class _Cut:
     """Parameters that are frozen here, whose gradients other parts of forward have, as a graph has them frozen."""
-    if getattr(func, "__name__", "") in ("__get__", "__set__"):
-        return args, kwargs
-    return pytree.tree_map(lambda one: one.detach() if id(one) in off else one, (args, kwargs))  # type: ignore[no-any-return]
+
+    def __init__(self, frozen: Mapping[int, torch.Tensor]) -> None:
+        self._frozen = frozen
+        self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def off(self, one: Any) -> Any:
+        """What a function is given instead."""
+        if id(one) not in self._frozen:
+            return one
+        self._given.append((one.detach(), one))
+        return self._given[-1][0]
+
+    def on(self, one: Any) -> Any:
+        """A result that is a parameter itself, as of `contiguous`, and is read where this is not frozen, too."""
+        return next((own for given, own in self._given if one is given), one)
 
 
 def require_on(tensors: Iterable[torch.Tensor]) -> None:
