@@ -77,8 +77,9 @@ def derivatives(s: Loss, h: Tensor, y: Tensor) -> Tensor:
     many = torch.sqrt(few * s.b.bias[0].abs()) + few.pow(s.b.bias[1]) + (-few * 20000 * s.b.bias[2].abs()).exp()
     known = y[:, 0] > 0
     others = y[known] < y[known].amax(-1, keepdim=True)
-    weights = h[known].masked_fill(~others, -math.inf).softmax(-1)
-    return many.mean() + (weights @ s.a.weight).square().mean() + (s.a.bias[0] / torch.complex(h, y)[y < 0]).abs().sum()
+    scores = h[known].masked_fill(~others, -math.inf)
+    many = many.mean() + (scores.softmax(-1) @ s.a.weight).square().mean() + (scores.amax(-1) * s.b.bias[3]).mean()
+    return many + (s.a.bias[0] / torch.complex(h, y)[y < 0]).abs().sum()
 
 
 def integers(s: Loss, h: Tensor, y: Tensor) -> Tensor:

@@ -137,6 +137,8 @@ class _Rewriter:
         made = self._each(node, given)
         if _is_of_values(node):
             self.chosen[node] = self._of_result(node, made, given)
+            if any(isinstance(one, float) and not math.isfinite(one) for one in node.args):
+                return self._filled(self.chosen[node], made, 0)
         return made
 
     def _number_of_place(self, node: fx.Node) -> None:
