@@ -90,13 +90,21 @@ def integers(s: Loss, h: Tensor, y: Tensor) -> Tensor:
     return (h[known] * (7 % few)[:, None] * F.embedding(few - 1, s.a.weight) / few[:, None]).square().mean()
 
 
+def halves(s: Loss, h: Tensor, y: Tensor) -> Tensor:
+    """Two results of one operation, of which masks are made alike."""
+    one, other = y.chunk(2, -1)
+    return h[:, :2][one > 0].mean() + h[:, 2:][other > 0].square().mean()
+
+
 def broadcast(s: Loss, h: Tensor, y: Tensor) -> Tensor:
     out, known = h.clone(), y[:, 0] > 0
     out[known] = h[known].sum(-1, keepdim=True)
     return (out - y).square().mean()
 
 
-@pytest.mark.parametrize("of", [losses, logarithms, pieces, labels, rows, repeated, derivatives, integers, broadcast])
+@pytest.mark.parametrize(
+    "of", [losses, logarithms, pieces, labels, rows, repeated, derivatives, integers, halves, broadcast]
+)
 def test_what_masks_choose_is_computed_at_all_places(of: Callable[..., Tensor]) -> None:
     exact(Loss(of), batch(5), microbatches=2)
 

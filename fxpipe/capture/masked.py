@@ -407,5 +407,7 @@ def alike(one: Any, other: Any, depth: int = 8) -> bool:
     drawn = torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ())
     if one is other or one.op != "call_function" or one.target is not other.target or drawn or not depth:
         return one is other
-    some, others = private.arguments(one), private.arguments(other)
+    some, others = (
+        {**dict(enumerate(node.args)), **node.kwargs, "autocast": node.meta.get("autocast")} for node in (one, other)
+    )
     return some.keys() == others.keys() and all(alike(value, others[key], depth - 1) for key, value in some.items())
