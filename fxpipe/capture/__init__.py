@@ -336,12 +336,15 @@ def _refuse_values(graph: fx.Graph) -> None:
 
 def _has_size_of_values(node: fx.Node) -> bool:
     """Whether values make the size of a node's result, also where what follows holds for one size alone."""
+    if node.target in _SIZED_BY_VALUES:
+        return True
     if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
         return False
     masks = (i.meta["val"].dtype in (torch.bool, torch.uint8) for i in node.all_input_nodes[1:])
     return any(masks) if node.target is torch.ops.aten.index.Tensor else node.target not in _SIZED_BY_NUMBER
 
 
+_SIZED_BY_VALUES = {torch.ops.aten.where.default, torch.ops.aten.nonzero_numpy.default, torch.ops.aten.argwhere.default}
 _SIZED_BY_NUMBER = (torch.ops.aten.one_hot.default, torch.ops.aten.repeat_interleave.Tensor)  # where they are given one
 
 
