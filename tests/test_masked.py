@@ -29,7 +29,7 @@ class Loss(nn.Module):
 def losses(s: Loss, h: Tensor, y: Tensor) -> Tensor:
     a, b = h[y > 0], y[y > 0]
     many = F.mse_loss(a, b) + F.smooth_l1_loss(a, b, reduction="sum") / a.shape[0] + (a - b).abs().sum() / a.numel()
-    return many + torch.masked_select(h, y < 0.5).mean() + h[y[:, 0] > 0].pow(2).sum(-1).mean()
+    return many + torch.masked_select(h, y < 0.5).mean() + h[y[:, 0] > 0].pow(2).sum(-1).mean().squeeze(0)
 
 
 def logarithms(s: Loss, h: Tensor, y: Tensor) -> Tensor:

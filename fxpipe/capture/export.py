@@ -191,7 +191,7 @@ def _squeezes_free_sizes(node: fx.Node) -> bool:
         return False
     shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
     dims: Any = node.args[1] if len(node.args) > 1 else range(len(shape))
-    return any(is_symbolic(shape[dim]) for dim in ([dims] if isinstance(dims, int) else dims))
+    return any(is_symbolic(shape[dim]) for dim in ([dims] if isinstance(dims, int) else dims) if shape)
 
 
 def _attempt(trace: Trace, size: int, inputs: InputSpec) -> tuple[torch.export.ExportedProgram | None, str | None]:
