@@ -161,8 +161,9 @@ def test_what_combines_places_or_draws_is_refused(of: Callable[[Tensor], Tensor]
         lambda s, h, y: F.mse_loss(*torch.broadcast_tensors(h[y[:, 0] > 0][:, :1], y[y[:, 0] > 0][:, 0])),
         lambda s, h, y: h @ s.a.weight.masked_scatter(s.b.bias > 0, s.b.weight[s.b.bias > 0]),
         lambda s, h, y: h[h[:, 0].abs() >= 0] * y[torch.where(y[:, 0].abs() >= 0)][:, 0],
+        lambda s, h, y: h.t()[:, y[:, 0] > 0].view(2, -1).square(),
     ],
-    ids=["pairs", "a mask repeated in every row", "as many as there are columns"],
+    ids=["pairs", "a mask repeated in every row", "as many as there are columns", "a view of columns"],
 )
 def test_what_is_broadcast_against_what_is_chosen_is_refused(of: Callable[..., Tensor]) -> None:
     with pytest.raises(ValuesError, match=r"size or value depends on what a tensor holds"):

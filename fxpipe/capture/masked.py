@@ -314,7 +314,8 @@ class _Rewriter:
 
     def _again(self, args: Any, kwargs: Any) -> fx.Node:
         """The node's operation, in its autocast."""
-        made = self._make(self.node.target, *args, **kwargs)
+        target = aten.reshape.default if self.node.target is aten.view.default else self.node.target  # other strides
+        made = self._make(target, *args, **kwargs)
         pairs = zip(private.tensors_in(self.node.meta["val"]), private.tensors_in(made.meta["val"]), strict=True)
         cast = iter([new.to(old.dtype) for old, new in pairs])
         value = pytree.tree_map_only(torch.Tensor, lambda one: next(cast), made.meta["val"])
