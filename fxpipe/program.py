@@ -235,7 +235,7 @@ class Program:
             own = self._shown_step(one_device(self.model, args, kwargs, draws, autocast))
         reference = own.loss, own.gradients, draws.count
         found = compare(result.loss, result.gradients, reference, len(self.capture.draws), self.tolerance)
-        errors = compare_outputs(result.outputs, own.outputs, self.step.outputs)
+        errors = compare_outputs(result.outputs, own.outputs, self.step.returned)
         limit = tolerance_of(self.capture.graph, self.blocks.local, outputs=True)
         all_errors = {**errors, **compare_written(result.written, written)}
         found = replace(found, outputs=all_errors, output_tolerance=limit.value)

@@ -641,11 +641,6 @@ def added(s: Step, h: Tensor, y: Tensor) -> Tensor:
     ("middle", "says"),
     [
         (added, "forward adds or removes 'late', a parameter of the model"),
-        (lambda s, h, y: s.norm(h), "module norm: batch statistics update its running mean and variance"),
-        (
-            lambda s, h, y: F.batch_norm(h, s.norm.running_mean, s.norm.running_var, training=True),
-            r"batch statistics update its running mean and variance.*call .eval\(\)",
-        ),
         (lambda s, h, y: h if y.sum() > 0 else 2 * h, r"decides by the value of a tensor at .*test_capture.py:\d+"),
         (lambda s, h, y: h * y.sum().item(), "aten.item.default: its result's size or value depends"),
         (lambda s, h, y: h * len(h.repeat(99, 1).tolist()), r"reads the values of a tensor .* by .tolist\(\)"),

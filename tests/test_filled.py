@@ -264,10 +264,11 @@ def test_frozen_work_that_mixes_samples_is_refused(how: str, message: str) -> No
         Case(2, {"schedule": "1f1b", "microbatches": 2}, "", 4).program(Mixing(how))
 
 
-def test_frozen_work_that_mixes_samples_runs_whole_on_one_micro_batch() -> None:
+@pytest.mark.parametrize("how", ["mean", "batch statistics"])
+def test_frozen_work_that_mixes_samples_runs_whole_on_one_micro_batch(how: str) -> None:
     batches = batches_of(FrozenStep(), 4)
-    program = Case(2, {"schedule": "1f1b", "microbatches": 1}, "", 4).program(Mixing("mean"))
-    assert_same(ahead(program, batches), one_device(Mixing("mean"), batches, plain=True))
+    program = Case(2, {"schedule": "1f1b", "microbatches": 1}, "", 4).program(Mixing(how))
+    assert_same(ahead(program, batches), one_device(Mixing(how), batches, plain=True))
 
 
 def test_frozen_statistics_that_are_fixed_mix_nothing() -> None:

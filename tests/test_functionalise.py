@@ -298,11 +298,6 @@ def write_attribute(s: Step, h: Tensor, y: Tensor) -> Tensor:
     return h + s.table
 
 
-def write_buffer_by_data(s: Step, h: Tensor, y: Tensor) -> Tensor:
-    s.scale.mul_(0.9).add_(0.1 * h.detach().mean(0))
-    return h * s.scale
-
-
 def write_parameter_by_chance(s: Step, h: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         s.a.weight.add_(torch.randn(4))
@@ -367,7 +362,6 @@ def write_expanded(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (write_through_detach, "through a detached tensor, into a value that requires grad"),
         (write_input, "into the input 'y' in place; clone it first"),
         (write_view_of_input, "into the input 'y' in place"),
-        (write_buffer_by_data, "changes the buffer 'scale' by what the batch holds"),
         (write_attribute, "changes the constant 'table'"),
         (write_parameter_by_chance, r"changes the parameter 'a.weight' by .* drawn; do that after"),
         (write_parameter_between, r"changes the parameter 'b.weight', which forward also reads as it was before"),

@@ -29,7 +29,7 @@ class Unit(nn.Linear):
 
 class Writes(nn.Module):
     """All kinds of writes: trained and frozen parameters, power iterations, counts, averages that forward reads or
-    not."""
+    not, statistics of the batch, what is drawn."""
 
     def __init__(self, trained: str = "all") -> None:
         super().__init__()
@@ -45,6 +45,10 @@ class Writes(nn.Module):
         self.register_buffer("warmth", torch.ones(()))
         self.register_buffer("mean", torch.zeros(WIDTH, WIDTH))
         self.register_buffer("unread", torch.zeros(WIDTH, WIDTH))
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("drawn", torch.zeros(2, WIDTH))
+        self.norm = nn.InstanceNorm1d(WIDTH, track_running_stats=True)
         self.drop = nn.Dropout(0.2)
         self.double()
         if trained == "adapters":
@@ -60,7 +64,10 @@ class Writes(nn.Module):
         h = x
         for layer, down, up in zip(self.layers, self.down, self.up, strict=True):
             h = h + warmth * self.drop(F.silu(layer(h) + up(down(h))))
-        h = h + F.linear(h, self.mean) + self.average(h) + self.teacher(x)
+        self.seen.mul_(0.9).add_(h.detach().square().mean((0, 1)).sqrt(), alpha=0.1)
+        self.samples += len(x)
+        self.drawn[1].copy_(torch.randn(WIDTH, dtype=x.dtype))
+        h = h + self.norm(h.mT).mT + F.linear(h, self.mean) + self.average(h) + self.teacher(x)
         self.warmth.mul_(0.9)
         self.unread.lerp_(self.up[4].weight.detach() @ self.teacher.weight[:2], 0.1)
         return 20 * F.mse_loss(h, target) / self.count
@@ -138,6 +145,74 @@ def test_a_run_is_taken_up_and_weights_are_let_go(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     torch.testing.assert_close(first, model.state_dict(), rtol=1e-10, atol=1e-12)
+
+
+class Normed(Writes):
+    """Statistics of the whole batch, twice of one norm, which are read when they are written."""
+
+    def __init__(self, trained: str = "all") -> None:
+        super().__init__(trained)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH, momentum=0.3)]).double()
+        self.register_buffer("latest", torch.zeros(4, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for norm in (*self.norms, self.norms[1]):
+            x = x + norm(self.layers[3](x).mT).mT
+        self.latest.copy_(torch.cat([x.detach().amax(1), self.latest])[:4])
+        return super().forward(x / (1 + self.norms[1].running_var), target)
+
+
+WHOLE: Layout = {"microbatches": 1, "schedule": "gpipe"}
+
+
+@pytest.mark.parametrize(("world_size", "trained"), [(2, "all"), (3, "adapters")])
+def test_statistics_of_the_whole_batch_are_exact_in_one_micro_batch(
+    world_size: int, trained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.test_own_model.Adapted", Normed)
+    assert_exact(world_size, [WHOLE, WHOLE | {"recompute": True}], trained, whole=False)
+
+
+def test_statistics_of_the_whole_batch_are_refused_in_several() -> None:
+    with pytest.raises(fxpipe.CompileError, match=r"norms.0: aten.batch_norm.*whole batch.*or pass microbatches=1"):
+        program(Normed(), 2, ROWS[0], LINE)
+
+
+class Follows(Writes):
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        self.seen.lerp_(x.std((0, 1)) + self.up[0].weight.detach().amax(1), 0.1)
+        return super().forward(x, target)
+
+
+class Chooses(Follows):
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        h = self.layers[3](x).detach()
+        self.seen.copy_(h[h[..., 0] > 0].cumsum(0).amax(0))
+        return super().forward(x, target)
+
+
+class Largest(Follows):
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        self.seen.copy_(self.layers[3](x).detach().amax((0, 1)))
+        return super().forward(x, target)
+
+
+def test_what_is_made_of_inputs_alone_is_seen_whole() -> None:
+    report = program(Follows(), 2, ROWS[0], LINE).verify(**batch(0, ROWS[0]))
+    assert report.ok, report
+    assert "seen, as written" in report.outputs
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (Chooses, r"writes into 'seen' by tensors whose size depends on what others hold; keep them of fixed size"),
+        (Largest, r"amax.*it combines.*samples|amax.*batch.*or pass microbatches=1"),
+    ],
+)
+def test_what_no_parts_make_is_not_written(model: type[Writes], says: str) -> None:
+    with pytest.raises(fxpipe.FxpipeError, match=says):
+        program(model(), 2, ROWS[0], LINE)
 
 
 class Encoded(Writes):

@@ -13,7 +13,7 @@ model_call       a call, as it is captured
 own_gradients    of autograd functions, traced    own_graphs    taken out; backwards: the operation of each
 functionalise    no writes in place (views)       (watch, calls, weights, random_calls, transforms, written_out)
 known            numbers read from tensors         evaluation    what these hold, of a trace's nodes
-updates          what forward writes into parameters and buffers
+updates          what forward writes into parameters and buffers (batch_statistics)
 masked           what masks choose, at all places of them
 guards           what is taken for granted of inputs
 formulas         of operations in transforms
@@ -27,7 +27,7 @@ surroundings     where forward runs, and in which precision
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -36,7 +36,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe.capture import functionalise, masked, private
+from fxpipe.capture import batch_statistics, functionalise, masked, private
 from fxpipe.capture.attention import expand_attention_dropout
 from fxpipe.capture.changed import Changed
 from fxpipe.capture.draws import hoist_draws, passes_through
@@ -114,6 +114,11 @@ class Capture:
     def outputs(self) -> Mapping[str, fx.Node]:
         """What a training step's forward returns beside the loss, by name: the nodes that hand it over."""
         return sinks(self.graph)
+
+    @property
+    def seen(self) -> Mapping[str, str]:
+        """What is written of outputs that are for this alone, by their names."""
+        return {name: update.name for update in self.updates for name in update.seen}
 
     @property
     def numbers(self) -> list[fx.Node]:
@@ -198,15 +203,15 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     tensors, constants = _name_placeholders(model, exported)
     tied = {name: first for name, first in _tied_names(model).items() if name != first}
     tensors = {placeholder: tied.get(name, name) for placeholder, name in tensors.items()}
-    _refuse_statistics(exported.graph)
     _refuse_sparse(exported.graph, is_step)
+    batch_statistics.write_out(exported.graph)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     wanted = {name for name, p in parameters.items() if p.requires_grad}
     graph, overwritten, rewritten = functionalise.run(exported.graph)
     _mark_requires_grad(graph, wanted, tensors)
     if not is_step:
         refuse_all(rewritten)
-    updates = taken_out(graph, rewritten, tensors)
+    updates, seen = taken_out(graph, rewritten, tensors)
     held = {node.meta["state"]: constants[node.name] for node in graph.nodes if node.name in constants}
     require_plain(model, updates, exported.numbers.read, held)
     _drop_no_ops(graph)
@@ -216,7 +221,8 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     masked.write_whole(graph)
     expand_attention_dropout(graph)
     draws = hoist_draws(graph, constants)
-    outputs, left_out = drop_unknown(graph, outputs)
+    outputs, left_out = drop_unknown(graph, [*outputs, *seen])
+    _require_written(updates, left_out)
     graph.eliminate_dead_code(is_impure_node=_has_effect)
     _refuse_values(graph)
     _mark_requires_grad(graph, wanted, tensors)
@@ -281,19 +287,12 @@ def _name_placeholders(model: nn.Module, exported: Exported) -> tuple[dict[str, 
     return tensors, as_held(model, constants)
 
 
-# The arguments `running_mean` and `training` of what normalises over the batch.
-_STATISTICS = {torch.ops.aten.batch_norm.default: (3, 5), torch.ops.aten.instance_norm.default: (3, 5)}
-
-
-def _refuse_statistics(graph: fx.Graph) -> None:
-    """Refuse normalisations that update running statistics, which they do without saying so in the graph."""
-    for node in graph.nodes:
-        mean, training = _STATISTICS.get(node.target, (None, None))
-        if mean is not None and node.args[mean] is not None and node.args[training]:
+def _require_written(updates: Sequence[Update], left_out: Collection[str]) -> None:
+    for update in updates:
+        if not set(update.seen).isdisjoint(left_out):
             raise CaptureError(
-                f"{private.where(node)}: batch statistics update its running mean and variance, which "
-                "micro-batches would change in another way; call .eval() on it, or use a normalisation without running "
-                "statistics"
+                f"forward writes into {update.name!r} by tensors whose size depends on what others hold; keep them of "
+                "fixed size (torch.where instead of a mask index)"
             )
 
 

@@ -1,13 +1,15 @@
-"""What forward writes into the model's own parameters and buffers, made of such alone: once in a step.
+"""What forward writes into the model's own parameters and buffers: once in a step.
 
     with no_grad(): w.copy_(unit(w))       update: w = unit(w), before the step
     y = linear(x, w)                       y = linear(x, w)
     u.copy_(power(w, u))                   update: u = power(w, u), after the step
     return y / sigma(w, u)                 return y / sigma(w, power(w, u))
     n.add_(1)                              update: n = add(n, 1), after the step
+    m.lerp_(x.mean(0), 0.1)                output: seen = mean(x, 0);  update: m = lerp(m, seen, 0.1), after the step
 
 The gradient of a trained parameter is that of what forward reads, so a parameter that it reads as written is written
-before the step. All else is written after it, and computed in it wherever forward reads what it has written.
+before the step. All else is written after it, and computed in it wherever forward reads what it has written. What a
+buffer is made of beside the model's own tensors, of the batch or drawn, is what the step returns as outputs of its own.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,16 +26,17 @@ from fxpipe.capture.weights import by_memory
 from fxpipe.errors import CaptureError
 
 _LATER = "; do that after the optimizer's step"
-_OUTSIDE = (
-    ": a step writes what is made of the model's own tensors alone, in one micro-batch, too; call .eval() on a "
-    "normalisation with running statistics, and keep other state outside forward (return what it is made of)"
-)
+_OUTSIDE = "; make it a buffer (register_buffer), or keep it outside forward (return what it is made of)"
+OUTPUT = "output"
+"""The kind of a placeholder that stands for an output."""
+_SEEN = "<seen %d>"  # no name that a mapping of logged values has
 _CHECKPOINT = "within a checkpoint, whose backward would write again; leave that out, and compile with recompute=True"
 
 
 @dataclass(frozen=True)
 class Update:
-    """The new value of the parameter or buffer `name`: `graph` returns it, and has what it reads as placeholders.
+    """The new value of the parameter or buffer `name`: `graph` returns it, and has what it reads as placeholders: the
+    model's own tensors, and outputs of the step.
 
     `is_first`: it is written before the step, which reads it; otherwise after it.
     """
@@ -42,18 +45,29 @@ class Update:
     graph: fx.Graph
     is_first: bool
 
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """The outputs that it is made of."""
+        placeholders = self.graph.find_nodes(op="placeholder")
+        return tuple(node.meta["output"] for node in placeholders if node.meta["kind"] == OUTPUT)
 
-def taken_out(graph: fx.Graph, rewritten: Sequence[Rewritten], tensors: Mapping[str, str]) -> tuple[Update, ...]:
+
+def taken_out(
+    graph: fx.Graph, rewritten: Sequence[Rewritten], tensors: Mapping[str, str]
+) -> tuple[tuple[Update, ...], tuple[str, ...]]:
     """Take the writes of a functional graph out of it, whose nodes know whether they require grad; `tensors` are the
     names of its placeholders.
 
+    Returns: the updates, and the names of the outputs that they are made of, which the graph returns last.
+
     Raises:
-        CaptureError: what is written depends on anything else, or is read both before and after.
+        CaptureError: what is written cannot be written once in a step, or is read both before and after.
     """
     for one in rewritten:
         _require_of_own(one)
     (output,) = graph.find_nodes(op="output")
-    needed = {*reached([output], lambda node: node.all_input_nodes)} if rewritten else set()
+    loss = output.args[0][0] if isinstance(output.args[0], tuple) else output.args[0]
+    needed = {*reached([loss], lambda node: [one for one in node.all_input_nodes if one.meta["requires_grad"]])}
     for one in rewritten:
         _require_no_longer_needed(one, needed)
     trained = {one.new: one for one in rewritten if one.placeholder.meta["requires_grad"]}
@@ -64,15 +78,64 @@ def taken_out(graph: fx.Graph, rewritten: Sequence[Rewritten], tensors: Mapping[
             why = ", which forward also reads as it was before, or between two writes: write it once, before it is read"
             raise refusal(one.write, f"it changes the parameter {one.state!r}{why}")
     places = {node: place for place, node in enumerate(graph.nodes)}
+    seen = _Seen(graph)
 
     def update(one: Rewritten, is_first: bool) -> Update:
-        return Update(tensors[one.placeholder.name], _graph_of(one.new, places), is_first)
+        return Update(tensors[one.placeholder.name], _graph_of(one.new, places, seen.behind(one.new)), is_first)
 
     first = [one for one in trained.values() if one.placeholder not in read]
     updates = [update(one, True) for one in first]
     for one in first:
         one.new.replace_all_uses_with(one.placeholder)
-    return (*updates, *(update(one, False) for one in rewritten if one not in first))
+    updates += [update(one, False) for one in rewritten if one not in first]
+    return tuple(updates), seen.returned()
+
+
+class _Seen:
+    """What writes are made of that is of the batch, or drawn: where the samples' dimension ends, so that micro-batches'
+    parts may be put together before anything else is made of them."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph, self.names = graph, dict[fx.Node, str]()
+        self.of_batch, self.of_weights = set[fx.Node](), set[fx.Node]()
+        for node in graph.nodes:
+            kind = node.meta.get("kind") if node.op == "placeholder" else ""
+            is_drawn = node.op == "call_function" and is_random(node.target, node.args)
+            if kind == "input" or is_drawn or not self.of_batch.isdisjoint(node.all_input_nodes):
+                self.of_batch.add(node)
+            elif kind == "parameter" or not self.of_weights.isdisjoint(node.all_input_nodes):
+                self.of_weights.add(node)  # which not all ranks have
+        self.has_symbols = any(_has_samples(node) for node in graph.find_nodes(op="placeholder"))
+
+    def behind(self, value: fx.Node) -> Mapping[fx.Node, str]:
+        """The names of the outputs to make a value of, by the nodes that they take the place of."""
+        found, later = list[fx.Node](), [value] if value in self.of_batch else []
+        while later:
+            node = later.pop()
+            made_of = [argument for argument in node.all_input_nodes if argument in self.of_batch]
+            is_end = not made_of or any(_has_samples(one) for one in made_of) or not self.has_symbols
+            if is_end or not self.of_weights.isdisjoint(node.all_input_nodes):
+                found.append(node)
+            else:
+                later += made_of
+        if any(not isinstance(node.meta.get("val"), torch.Tensor) or _has_samples(node) for node in found):
+            found = [value]
+        return {node: self.names.setdefault(node, _SEEN % len(self.names)) for node in dict.fromkeys(found)}
+
+    def returned(self) -> tuple[str, ...]:
+        """Let the graph return them; their names."""
+        (output,) = self.graph.find_nodes(op="output")
+        before = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
+        if self.names:
+            output.args = ((*before, *self.names),)
+        return tuple(self.names.values())
+
+
+def _has_samples(node: fx.Node) -> bool:
+    """Whether a value is a size, or has one that is not known."""
+    value = node.meta.get("val")
+    sizes = [size for tensor in private.tensors_in(value) for size in tensor.shape]
+    return isinstance(value, torch.SymInt | torch.SymFloat) or any(not isinstance(size, int) for size in sizes)
 
 
 def refuse_all(rewritten: Iterable[Rewritten]) -> None:
@@ -90,15 +153,15 @@ def _require_of_own(one: Rewritten) -> None:
     others = [node for node in given if node.meta["kind"] == "parameter" and node is not one.placeholder]
     is_drawn = any(node.op == "call_function" and is_random(node.target, node.args) for node in made_of)
     changes = f"it changes the {kind} {one.state!r}"
-    if is_drawn or any(node.meta["kind"] == "input" for node in given):
-        remedy = _LATER if kind == "parameter" else _OUTSIDE
-        raise refusal(one.write, f"{changes} by what the batch holds, or is drawn{remedy}")
+    is_seen = is_drawn or any(node.meta["kind"] == "input" for node in given)
+    if is_seen and kind == "parameter":
+        raise refusal(one.write, f"{changes} by what the batch holds, or is drawn{_LATER if is_trained else _OUTSIDE}")
     if "checkpoint" in one.write.meta:
         raise refusal(one.write, f"{changes} {_CHECKPOINT}")
     if is_trained and others:
         raise refusal(one.write, f"{changes} by another, {others[0].meta['state']!r}{_LATER}")
     learning = [repr(node.meta["state"]) for node in others if node.meta["requires_grad"]]
-    if len(learning) > 1:
+    if len(learning) > 1 and not is_seen:
         why = (
             f"by {len(learning)} parameters that are trained, maybe on different ranks ({', '.join(learning[:2])}, ...)"
         )
@@ -122,12 +185,21 @@ def _require_no_longer_needed(one: Rewritten, needed: Collection[fx.Node]) -> No
             raise refusal(one.write, f"it changes the {one.placeholder.meta['kind']} {one.state!r}, {why}")
 
 
-def _graph_of(value: fx.Node, places: Mapping[fx.Node, int]) -> fx.Graph:
-    """What makes it, as a graph of its own."""
+def _graph_of(value: fx.Node, places: Mapping[fx.Node, int], seen: Mapping[fx.Node, str]) -> fx.Graph:
+    """What makes it, as a graph of its own, of the outputs `seen` instead of what these are made of."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in sorted(reached([value], lambda node: node.all_input_nodes), key=places.__getitem__):
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = {**node.meta, "requires_grad": False}
+    made_of = reached([value], lambda node: () if node in seen else node.all_input_nodes)
+    for node in sorted(made_of, key=lambda node: (node not in seen and node.op != "placeholder", places[node])):
+        if node in seen:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = {"val": node.meta["val"], "kind": OUTPUT, "output": seen[node], "path": ""}
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = dict(node.meta)
+        copies[node].meta["requires_grad"] = False
+    if value in seen:  # a stage graph returns none of what it is given
+        copies[value] = graph.call_function(torch.ops.aten.alias.default, (copies[value],))
+        copies[value].meta = {"val": value.meta["val"], "path": "", "requires_grad": False}
     graph.output(copies[value])
     return graph
 

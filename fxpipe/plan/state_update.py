@@ -11,7 +11,8 @@ from fxpipe.plan.rank_program import bound, nest
 
 @dataclass(frozen=True)
 class StateUpdate:
-    """The new value of `name`: `graph` returns it alone, and has the tensors `reads` as attributes of these names.
+    """The new value of `name`: `graph` returns it alone, has the tensors `reads` as attributes of these names, and is
+    given the step's outputs `seen`.
 
     With `is_first` it is written before the step's programs run, else after them.
     """
@@ -20,6 +21,7 @@ class StateUpdate:
     reads: tuple[str, ...]
     graph: fx.Graph
     is_first: bool
+    seen: tuple[str, ...] = ()
 
     def bound(self, state: Mapping[str, torch.Tensor]) -> nn.Module:
         """What returns it, of tensors by name."""

@@ -33,9 +33,9 @@ class StepPlan:
     `programs` are those of all ranks, or of this process's alone; messages, reductions and gatherings are all ranks'.
     `source` is the fingerprint of the costed step, which is the same graph from `fewest` samples on. Of a self-
     conditioned step `without` is what runs where a step draws no first pass, and `probability` that of one. `outputs`
-    are what it returns beside the loss, `sends` its messages in an order in which all can be sent. `backend` is what
-    stage graphs run by; `predicted` what a step in a row of them takes. Where it is `offloaded` the optimizer's states
-    are on the host. `updates` are what it writes into the model's own tensors.
+    are what it returns beside the loss, for users and for its `updates`, which are what it writes into the model's own
+    tensors; `sends` its messages in an order in which all can be sent. `backend` is what stage graphs run by;
+    `predicted` what a step in a row of them takes. Where it is `offloaded` the optimizer's states are on the host.
     """
 
     inputs: InputSpec
@@ -100,6 +100,12 @@ class StepPlan:
     def drawn(self, seed: int, step: int) -> "StepPlan":
         """What runs at this step."""
         return self if self.without is None or conditioned(seed, step, self.probability) else self.without
+
+    @property
+    def returned(self) -> list[Output]:
+        """The outputs that forward returns."""
+        seen = {name for update in self.updates for name in update.seen}
+        return [output for output in self.outputs if output.name not in seen]
 
     @property
     def groups(self) -> list[tuple[int, ...]]:

@@ -50,6 +50,9 @@ class _NumBatches(int):
         return f"{int(self)}{self.why}"
 
 
+_Made = tuple[int, tuple[int, ...], torch.dtype]  # the first rank that has a part, its shape and type
+
+
 class Engine(Training):
     """This process as one rank, which trains its part of the model's own parameters, in place.
 
@@ -78,6 +81,7 @@ class Engine(Training):
         self._transport, self._given, self.rank = transport, state, transport.rank
         self._accumulation, self._as_left = Accumulation(), False
         self._optimizer_steps = OptimizerSteps(model, self.rank)
+        self._makers: dict[int, dict[tuple[str, int], _Made]] = {}  # of what a form of the step writes into the model
         self._brought: StepPlan | None = None  # the one whose replicas have been told each other's values
         self._num_writers = plan.world_size
         self._sums: tuple[ReadBatch, Mapping[str, Any]] | None = None
@@ -259,13 +263,29 @@ class Engine(Training):
         with told(self._transport):
             self._agree("gather_outputs", {})
             mine = {key: part for key, part in parts.items() if key[1] != WHOLE}
-            found = everyones(self._transport, {key: (tuple(part.shape), part.dtype) for key, part in mine.items()})
             place = self.device if self._is_first() else torch.device("meta")
-            wanted = {key: (src, *of) for src, of_rank in enumerate(found) for key, of in of_rank.items() if src}
+            wanted = {key: made for key, made in self._owned(mine).items() if made[0]}
             values = {key: torch.empty(shape, dtype=dtype, device=place) for key, (_, shape, dtype) in wanted.items()}
             values |= mine
             self._transport.copy_values([(values[key], src, 0) for key, (src, *_) in wanted.items()], "outputs")
         return {**values, **parts}
+
+    def _everywhere(self, parts: Parts) -> Parts:
+        """Which ranks have which is asked once for every form of the step."""
+        mine, form = {key: part for key, part in parts.items() if key[1] != WHOLE}, id(self._brought)
+        if form not in self._makers:
+            self._makers[form] = self._owned(mine)
+        makers = self._makers[form]
+        values = {key: mine.get(key, torch.empty(s, dtype=t, device=self.device)) for key, (_, s, t) in makers.items()}
+        ranks = range(self._plan.world_size)
+        copies = [(values[key], src, dst) for key, (src, *_) in makers.items() for dst in ranks if dst != src]
+        self._transport.copy_values(copies, "what forward writes into the model")
+        return {**values, **parts}
+
+    def _owned(self, mine: Parts) -> dict[tuple[str, int], _Made]:
+        """Collective: the first rank that has a part, the part's shape and type."""
+        found = everyones(self._transport, {key: (tuple(part.shape), part.dtype) for key, part in mine.items()})
+        return {key: (src, *of) for src, of_rank in reversed([*enumerate(found)]) for key, of in of_rank.items()}
 
     def _is_first(self) -> bool:
         return self.rank == 0
@@ -337,7 +357,7 @@ class Engine(Training):
                 mine.append(update)
                 for name in (*update.reads, update.name):
                     at(self.device, self._given[name])
-        self._updates_of(plan).write(mine)
+        self._updates_of(plan).write(mine, self._seen(plan, mine))
         self._transport.copy_values(copies, "what forward writes into the model")
         if plan.updates:
             self._frozen_marks = marks_of(self._frozen().values())

@@ -69,7 +69,7 @@ class EngineKinds(EngineData, ABC):
         loss = engine._step(batch, following)
         parts, engine._parts = engine._parts, {}
         self.num_samples += batch.size
-        self.step_index, self._parts, self._returned = engine.step_index, parts, engine._of_size(batch.size).outputs
+        self.step_index, self._parts, self._returned = engine.step_index, parts, engine._of_size(batch.size).returned
         return loss
 
     def _engine_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "EngineKinds":

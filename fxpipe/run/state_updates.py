@@ -1,7 +1,7 @@
 """What a step writes into the model's own tensors, run on these.
 
 before the programs    w        on the ranks that train it
-after them             n        on all ranks, as buffers are
+after them             n        on all ranks, as buffers are, which are sent what the step has seen for it
                        u        on those that train what it is made of, and from the first of these to the others
 """
 
@@ -22,12 +22,12 @@ class StateUpdates:
         self._state, self._run = state, {update.name: update.bound(state) for update in updates}
 
     @torch.no_grad()
-    def write(self, updates: Iterable[StateUpdate]) -> None:
-        """Those after a step are all computed before the first of them is written; those before it are not made of
-        each other."""
+    def write(self, updates: Iterable[StateUpdate], seen: Mapping[str, torch.Tensor]) -> None:
+        """Those after a step, which has `seen` what it has, are all computed before the first of them is written; those
+        before it are not made of each other."""
         values = dict[str, torch.Tensor]()
         for update in updates:
-            value = self._run[update.name]()
+            value = self._run[update.name](*(seen[name] for name in update.seen))
             if update.is_first:
                 self._state[update.name].copy_(value)
             else:

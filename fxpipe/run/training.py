@@ -24,6 +24,8 @@ from torch import nn
 
 from fxpipe.capture.inputs import Batch
 from fxpipe.errors import RunError
+from fxpipe.plan.outputs import Parts
+from fxpipe.plan.state_update import StateUpdate
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.timeline import Timeline
 from fxpipe.run.host_states import keep_on_host, put_back
@@ -36,7 +38,7 @@ from fxpipe.run.read_ahead import Inputs, ReadAhead, ReadBatch
 from fxpipe.run.saves.engine_saves import EngineSaves
 from fxpipe.run.scaler import EngineScaler, GradScaler
 from fxpipe.run.state_updates import StateUpdates
-from fxpipe.run.step_outputs import StepOutputs
+from fxpipe.run.step_outputs import StepOutputs, put_together
 from fxpipe.run.trained_model import TrainedModel, require_own
 from fxpipe.run.unchanged import Unchanged
 
@@ -99,7 +101,7 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         self._updates: dict[int, StateUpdates] = {}  # by form: what it writes into the model
         self._loss_scale: torch.Tensor | None = None
         self._filled: FilledPlan | None = None
-        self._parts, self._returned = {}, plan.outputs
+        self._parts, self._returned = {}, plan.returned
         self._carried: _Carried | None = None
         self._loader_failure = None
         self._last_read: tuple[Any, ReadAhead] | None = None  # by which loader, and how far
@@ -336,7 +338,19 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
 
     def _write_state(self, plan: StepPlan, is_first: bool) -> None:
         """Called before and after a step: write what forward writes."""
-        self._updates_of(plan).write(update for update in plan.updates if update.is_first == is_first)
+        updates = [update for update in plan.updates if update.is_first == is_first]
+        self._updates_of(plan).write(updates, self._seen(plan, updates))
+
+    def _seen(self, plan: StepPlan, updates: Sequence[StateUpdate]) -> Mapping[str, torch.Tensor]:
+        """What the step that was made has seen, for updates after it; nothing else is made of it."""
+        names = {name for update in updates for name in update.seen}
+        parts = self._everywhere({key: part for key, part in self._parts.items() if key[0] in names}) if names else {}
+        self._parts = {key: part for key, part in self._parts.items() if key[0] not in names}
+        return put_together([output for output in plan.outputs if output.name in names], parts)
+
+    def _everywhere(self, parts: Parts) -> Parts:
+        """What ranks have made, on all of them."""
+        return parts
 
     def _bring_values(self, plan: StepPlan) -> None:
         """Called before a program runs: of what others have trained, it needs today's values."""

@@ -107,13 +107,17 @@ def _followed(capture: Capture) -> tuple[Follow, dict[str, str]]:
                 rewrite.scale_terms(capture.graph, node, error.powers, source)
                 continue
             given_up = _behind(capture, node)
-            if not given_up:
+            if not given_up or not capture.seen.keys().isdisjoint(given_up):
                 raise _refusal(node, error) from None
             left_out |= dict.fromkeys(given_up, str(_refusal(node, error)))
             drop(capture.graph, given_up)
             capture.rewritten()
         else:
             given_up = [name for name, sink in capture.outputs.items() if not _adds_up(sink, follow)]
+            for name in given_up:
+                if name in capture.seen:
+                    why = f"what is written into {capture.seen[name]} is there for the whole batch only"
+                    raise _refusal(capture.outputs[name], Mixed(why, "write a mean or a sum over samples"))
             left_out |= dict.fromkeys(given_up, "it is there for the whole batch only")
             drop(capture.graph, given_up)
             capture.rewritten()

@@ -3,6 +3,8 @@
 update of w:   p_w = placeholder          w = get_attr "w"
                n   = norm(p_w)       ->   n = linalg_vector_norm(w)
                div(p_w, n)                div(w, n)
+
+Outputs of the step that they read stay placeholders.
 """
 
 from dataclasses import replace
@@ -12,7 +14,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture import Capture
-from fxpipe.capture.updates import Update
+from fxpipe.capture.updates import OUTPUT, Update
 from fxpipe.plan.state_update import StateUpdate
 from passes.costs.gradient_flow import GradientFlow
 from passes.lowering.borders import border
@@ -37,13 +39,15 @@ def held_whole(capture: Capture) -> set[str]:
 
 
 def _lowered(of: Capture, update: Update, device: torch.device) -> StateUpdate:
-    state = tuple(node.name for node in of.graph.find_nodes(op="placeholder"))
+    placeholders = of.graph.find_nodes(op="placeholder")
+    reads = tuple(node.name for node in placeholders if node.meta["kind"] == OUTPUT)
+    state = tuple(node.name for node in placeholders if node.name not in reads)
     nodes = tuple(node.name for node in of.graph.nodes if node.op == "call_function")
     (output,) = of.graph.find_nodes(op="output")
-    unit = Unit("update", nodes, (), state, (cast(fx.Node, output.args[0]).name,))
+    unit = Unit("update", nodes, reads, state, (cast(fx.Node, output.args[0]).name,))
     found = border(of, GradientFlow({}, frozenset()), unit, of.inputs.batch_size)
     graph = trace_stage(of, found, device).forward
     (output,) = graph.find_nodes(op="output")
     ((value,), _) = cast(tuple[list[fx.Node], list[fx.Node]], output.args[0])
     output.args = (value,)
-    return StateUpdate(update.name, tuple(found.state), graph, update.is_first)
+    return StateUpdate(update.name, tuple(found.state), graph, update.is_first, update.seen)
