@@ -263,3 +263,26 @@ def test_numbers_that_no_lookup_gives_are_refused() -> None:
             torch.testing.assert_close(sampler.predict(**given), model(**given))
     with pytest.raises(fxpipe.CaptureError, match="decides by the value"):
         fxpipe.compile_sampler(Apart(True).double(), 2, example=examples[0], sample={"x": 2}, patches=2, cache=False)
+
+
+class Itself(nn.Module):
+    """Attends to a text, or to the image itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        return self.conv(x) + (2 * x if text is x else text.mean((2, 3), keepdim=True))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inputs_that_are_one_tensor_are_one_in_forward(first: bool) -> None:
+    model, calls = Itself().double(), {}
+    for height in (8, 12):
+        x = noise(2, 2, height, 5)
+        calls |= {(height, True): {"x": x, "text": x}, (height, False): {"x": x, "text": x.clone()}}
+    sampler = fxpipe.compile_sampler(model, 2, example=calls[8, first], sample={"x": 2, "text": 2}, patches=2, cfg=1)
+    for given in [*calls.values(), *calls.values()]:
+        with torch.no_grad():
+            assert (sampler.predict(**given) - model(**given)).abs().max() <= 1e-12

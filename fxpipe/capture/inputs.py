@@ -3,7 +3,7 @@
 import enum
 import inspect
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +58,9 @@ class InputSpec:
 
     The first `num_placed` arguments were given by place, the others by name: what is around a forward may look for them
     there, as diffusers' decorators and hooks do.
+
+    `same`: for every tensor the place of the first that is the same object, which forward may ask (`x is text`); not
+    looked at where empty.
     """
 
     leaves: tuple[Leaf, ...]
@@ -66,6 +69,7 @@ class InputSpec:
     batch_size: int
     rows: int = 1
     num_placed: int = 0
+    same: tuple[int, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -152,6 +156,11 @@ class InputSpec:
     def tensor_names(self) -> tuple[str, ...]:
         return tuple(leaf.name for leaf in self.leaves if leaf.is_tensor)
 
+    @property
+    def first_names(self) -> dict[str, str]:
+        """Of every tensor that of the first that is the same object."""
+        return {name: self.tensor_names[place] for name, place in zip(self.tensor_names, self.same, strict=False)}
+
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], shapes_alone: bool = False
     ) -> tuple[dict[str, torch.Tensor], int]:
@@ -163,6 +172,8 @@ class InputSpec:
         if tree != self.tree:
             expected, given = [leaf.name for leaf in self.leaves], list(named)
             raise CompileError(f"inputs {given} are not the compiled ones, {expected}; pass the same arguments")
+        if self.same and same_objects(named[leaf.name] for leaf in self.leaves if leaf.is_tensor) != self.same:
+            raise CompileError("other inputs are one and the same tensor than in the compiled call; compile again")
         named = {leaf.name: leaf.by_sample(named[leaf.name]) for leaf in self.leaves}
         for leaf in self.leaves:
             _check_leaf(leaf, named[leaf.name], shapes_alone)
@@ -189,8 +200,10 @@ class InputSpec:
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The (args, kwargs) of the model's own call from the tensor leaves, in order."""
-        remaining = iter(tensors)
-        values = [self._as_called(leaf, next(remaining)) if leaf.is_tensor else leaf.constant for leaf in self.leaves]
+        leaves = [leaf for leaf in self.leaves if leaf.is_tensor]
+        called = [self._as_called(leaf, tensor) for leaf, tensor in zip(leaves, tensors, strict=True)]
+        remaining = iter([called[place] for place in self.same] if self.same else called)
+        values = [next(remaining) if leaf.is_tensor else leaf.constant for leaf in self.leaves]
         args, kwargs = unflatten(values, self.tree)
         by_name = dict(zip(placeable(self.signature)[self.num_placed :], args[self.num_placed :], strict=False))
         return args[: self.num_placed], by_name | kwargs
@@ -240,6 +253,12 @@ _TIME = re.compile(r"^(t|r|tau)$|time|sigma|noise_level|noise_label|(^|_)c_noise
 def is_same(a: Any, b: Any) -> bool:
     """Whether two inputs that are no tensors are one."""
     return type(a) is type(b) and bool(a == b)
+
+
+def same_objects(tensors: Iterable[object]) -> tuple[int, ...]:
+    """For every one the place of the first that is the same object."""
+    first = dict[int, int]()
+    return tuple(first.setdefault(id(one), place) for place, one in enumerate(tensors))
 
 
 def signature_of(model: nn.Module) -> inspect.Signature:

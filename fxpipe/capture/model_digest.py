@@ -66,7 +66,7 @@ def step_digest(model: nn.Module, inputs: InputSpec, devices: Any, purpose: tupl
     leaves = [(leaf.name, leaf.is_tensor, leaf.batched, leaf.shape, leaf.dtype) for leaf in inputs.leaves]
     digest.value((leaves, [leaf.constant for leaf in inputs.leaves], inputs.batch_size, inputs.rows, devices), "inputs")
     digest.value(purpose, "purpose")
-    digest.value((str(inputs.tree), str(inputs.signature), inputs.num_placed), "inputs")
+    digest.value((str(inputs.tree), str(inputs.signature), inputs.num_placed, inputs.same), "inputs")
     digest.value(model, "model")
     return digest.hexdigest()
 

@@ -16,7 +16,7 @@ from fxpipe.capture import private
 from fxpipe.capture.any_size import AnySize, Freed
 from fxpipe.capture.denoiser import CapturedCall, cached_call
 from fxpipe.capture.export import of_one_batch
-from fxpipe.capture.inputs import Dims, InputSpec, describe
+from fxpipe.capture.inputs import Dims, InputSpec, describe, same_objects
 from fxpipe.capture.known import Given
 from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.settings import require_stateless
@@ -66,7 +66,7 @@ class Tracing:
             CaptureError: the module cannot be captured as one graph.
             CompileError: where its rows are is not known.
         """
-        inputs, tensors = describe(module, args, kwargs, None)
+        inputs, tensors = _described(module, args, kwargs)
         found = self._found(ModelCall(module, inputs, tensors, around), free)
         if not isinstance(found.any_size, AnySize):
             return found
@@ -82,7 +82,7 @@ class Tracing:
                 others = {leaf.shape[0] for leaf in inputs.leaves if leaf.shape and not leaf.batched}
                 more = next(times for times in count(2) if times not in others)
                 repeated_call = inputs.rebuild(_repeated(inputs, tensors, more))
-                as_more, repeated_tensors = describe(module, *repeated_call, more)
+                as_more, repeated_tensors = _described(module, *repeated_call, more)
                 repeated = replace(call, inputs=as_more, examples=repeated_tensors)
                 found = self._traced(repeated, free, may_read=False)
                 if found.holds(1):
@@ -139,7 +139,8 @@ class Tracing:
 
     def _traced(self, call: ModelCall, free: bool, may_read: bool = True) -> Traced:
         module, inputs, tensors = call.model, call.inputs, call.examples
-        rows = self.rows_of(module, dict(zip(inputs.tensor_names, tensors, strict=True)))
+        named = self.rows_of(module, dict(zip(inputs.tensor_names, tensors, strict=True)))
+        rows = {inputs.first_names.get(name, name): dim for name, dim in named.items()}
         require_stateless(module)
         _warn_of_training(module)
         with torch.inference_mode(False), _sampling(module):
@@ -150,6 +151,14 @@ class Tracing:
             found = cached_call(call, Freed(rows) if free else None, self.cache)
         self.observe("capture", found.captured)
         return Traced(found.captured, found.returned, rows, found.any_size)
+
+
+def _described(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], size: int | None = None
+) -> tuple[InputSpec, list[torch.Tensor]]:
+    """A call, in which forward may find two inputs to be one."""
+    inputs, tensors = describe(module, args, kwargs, size)
+    return replace(inputs, same=same_objects(tensors)), tensors
 
 
 def _is_independent(traced: Traced) -> bool:
