@@ -23,7 +23,9 @@ from cost_models.flops import cost_table
 from cost_models.roofline import Roofline
 from fxpipe.capture import Capture, private
 from fxpipe.capture.cache import cached_capture
+from fxpipe.capture.code_names import compares_by_is
 from fxpipe.capture.fingerprint import graph_fingerprint
+from fxpipe.capture.holders import own_functions
 from fxpipe.capture.inputs import InputSpec, describe, refuse_ragged
 from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.surroundings import Surroundings
@@ -98,6 +100,9 @@ def example_of(
     inputs, tensors = describe(step, args, kwargs, batch_size)
     if batch_size is None:
         refuse_ragged(inputs)
+    compares = next(filter(None, map(compares_by_is, own_functions(step))), "")
+    inputs = replace(inputs, compares=compares)
+    inputs.require_apart(dict(zip(inputs.tensor_names, tensors, strict=True)))
     return Example(step, inputs, tensors, conditioning, "model." if step is not model else "", autocast)
 
 

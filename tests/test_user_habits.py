@@ -208,6 +208,39 @@ def test_rows_that_are_grouped_are_told_to_be_samples(count: int, says: str) -> 
         fxpipe.compile(Grouped().double(), 2, example_inputs=(torch.randn(9, 4).double(),), microbatches=count)
 
 
+class Autoencoder(Grouped):
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        reached = self.last(torch.tanh(self.first(x)))
+        return F.mse_loss(reached, target) if target is not x else (reached - x).abs().mean()
+
+
+class ByValue(Grouped):
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.last(torch.tanh(self.first(x))), target)
+
+
+def test_one_tensor_for_two_inputs_is_refused_where_forward_may_tell() -> None:
+    x, other = torch.randn(2, 4, 4).double()
+    says = r"inputs x and target are one tensor, and forward compares by `is`, at .*test_user_habits.py:\d+, .*clone"
+    with pytest.raises(CompileError, match=says):
+        fxpipe.compile(Autoencoder().double(), 2, example_inputs=(x, x), schedule="1f1b")
+    engine = fxpipe.compile(Autoencoder().double(), 2, example_inputs=(x, other), schedule="1f1b").local_engine()
+    with pytest.raises(CompileError, match=says):
+        engine.step((x, x))
+    engine.step((x, x.clone()))
+    assert fxpipe.compile(ByValue().double(), 2, example_inputs=(x, x), schedule="1f1b").verify(x, x).ok
+
+
+def test_inputs_that_wait_for_a_gradient_are_refused() -> None:
+    """On one device they get it, and so does what made them."""
+    x, target = torch.randn(2, 4, 4).double()
+    engine = fxpipe.compile(ByValue().double(), 2, example_inputs=(x, target), schedule="1f1b").local_engine()
+    for waiting in (target.clone().requires_grad_(), nn.Linear(4, 4).double()(target)):
+        with pytest.raises(CompileError, match=r"input target requires a gradient.*parameter of the model.*detach"):
+            engine.step((x, waiting))
+        engine.step((x, waiting.detach()))
+
+
 class Adapter(nn.Module):
     """A layer and a low-rank one beside it, as PEFT puts it in its place."""
 

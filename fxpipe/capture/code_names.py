@@ -3,6 +3,7 @@ may tell a size that a trace leaves free from a plain number."""
 
 import dis
 import functools
+import itertools
 import types
 from collections.abc import Iterator
 
@@ -70,17 +71,26 @@ _ANEW = frozenset(("time", "datetime", "uuid", "secrets"))
 _CALLED_ANEW = frozenset(("urandom", "SystemRandom", "open", "read_text", "read_bytes"))
 
 
+def compares_by_is(value: types.FunctionType) -> str:
+    """Where a function is, if it asks whether one of its values is another one."""
+    return f"{value.__code__.co_filename}:{value.__code__.co_firstlineno}" if _compares(value.__code__) else ""
+
+
+@functools.lru_cache(4096)
+def _compares(code: types.CodeType) -> bool:
+    names = [one.opname for one in _instructions(code)]
+    known = ("LOAD_CONST", "LOAD_GLOBAL")
+    return any(name == "IS_OP" and before not in known for before, name in itertools.pairwise(names))
+
+
 @functools.lru_cache(4096)
 def _may_know(code: types.CodeType) -> bool:
-    before, handlers = "", 0
+    handlers = 0
     for one in _instructions(code):
-        if one.opname == "IS_OP" and before not in ("LOAD_CONST", "LOAD_GLOBAL"):
-            return True
         if one.opname == "IMPORT_NAME" and one.argval.startswith("numpy"):
             return True
         handlers += {"PUSH_EXC_INFO": 1, "WITH_EXCEPT_START": -1}.get(one.opname, 0)
-        before = one.opname
-    return handlers > 0
+    return handlers > 0 or _compares(code)
 
 
 def imported(value: types.FunctionType, where: str) -> list[str]:

@@ -60,7 +60,7 @@ class InputSpec:
     there, as diffusers' decorators and hooks do.
 
     `same`: for every tensor the place of the first that is the same object, which forward may ask (`x is text`); not
-    looked at where empty.
+    looked at where empty. `compares`: where forward's own code may ask that in a step, which is then to have no such.
     """
 
     leaves: tuple[Leaf, ...]
@@ -70,6 +70,7 @@ class InputSpec:
     rows: int = 1
     num_placed: int = 0
     same: tuple[int, ...] = ()
+    compares: str = ""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -161,6 +162,17 @@ class InputSpec:
         """Of every tensor that of the first that is the same object."""
         return {name: self.tensor_names[place] for name, place in zip(self.tensor_names, self.same, strict=False)}
 
+    def require_apart(self, named: Mapping[str, Any]) -> None:
+        """Refuse one tensor for two inputs, which are two in a step's graph, where forward may tell."""
+        found = [named[name] for name in self.tensor_names] if self.compares else []
+        for place, first in enumerate(same_objects(found)):
+            if first < place:
+                raise CompileError(
+                    f"inputs {self.tensor_names[first]} and {self.tensor_names[place]} are one tensor, and forward "
+                    f"compares by `is`, at {self.compares}, of which a step's graph knows nothing: give a copy "
+                    "(clone()) to one of them, or both as one input"
+                )
+
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], shapes_alone: bool = False
     ) -> tuple[dict[str, torch.Tensor], int]:
@@ -174,9 +186,11 @@ class InputSpec:
             raise CompileError(f"inputs {given} are not the compiled ones, {expected}; pass the same arguments")
         if self.same and same_objects(named[leaf.name] for leaf in self.leaves if leaf.is_tensor) != self.same:
             raise CompileError("other inputs are one and the same tensor than in the compiled call; compile again")
-        named = {leaf.name: leaf.by_sample(named[leaf.name]) for leaf in self.leaves}
+        called = named
+        named = {leaf.name: leaf.by_sample(called[leaf.name]) for leaf in self.leaves}
         for leaf in self.leaves:
             _check_leaf(leaf, named[leaf.name], shapes_alone)
+        self.require_apart(called)
         tensors = {leaf.name: named[leaf.name] for leaf in self.leaves if leaf.is_tensor}
         sizes = {leaf.name: int(tensors[leaf.name].shape[0]) for leaf in self.leaves if leaf.batched}
         if len(set(sizes.values())) != 1:

@@ -45,11 +45,13 @@ def bound(plan: StepPlan, batch: Any, samples: Callable[[int], Sequence[int]], d
         samples: which of a batch of that size this rank reads.
 
     Raises:
-        CompileError: names, shapes or types are not the compiled ones, or these are not the rank's samples.
+        CompileError: names, shapes or types are not the compiled ones, these are not the rank's samples, or wait for a
+            gradient.
     """
     if not isinstance(batch, LocalBatch):
         tensors, size = plan.tensors(*call_of(batch))
         plan.require_size(size)
+        _require_data(plan, tensors)
         return ReadBatch.of(placed(tensors, device), size)
     size = plan.batch_size if batch.size is None else batch.size
     plan.require_size(size)
@@ -67,12 +69,23 @@ def bound(plan: StepPlan, batch: Any, samples: Callable[[int], Sequence[int]], d
         raise CompileError(
             f"this rank reads {said(own)} of a batch of {size}, {len(own)} in all, and was given {count}; {_REMEDY}"
         )
+    _require_data(plan, tensors)
     tensors, rows = placed(tensors, device), batched_inputs(plan)
     given: Inputs = {name: Rows(tensor, own) if name in rows else tensor for name, tensor in tensors.items()}
     return ReadBatch.of(tensors, size, batch, tensors if len(own) == size else given)
 
 
 _REMEDY = "give it what engine.samples() says, in that order, or the whole batch without LocalBatch"
+
+
+def _require_data(plan: StepPlan, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what would be trained, or what made it, by `loss.backward()` on one device."""
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            raise CompileError(
+                f"input {plan.input_names[name]} requires a gradient, which a step gives to parameters of the model "
+                "alone: compute it in forward, or make it a parameter of the model; or detach() it"
+            )
 
 
 def placed(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
