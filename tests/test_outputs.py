@@ -241,5 +241,23 @@ def test_what_has_no_known_size_is_left_out() -> None:
     assert program.verify(torch.randn(6, 4)).ok
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x)
+        loss = F.mse_loss(self.second(h), x)
+        return loss * 0.5, {"features": h.mean(0), "average": (0.9 + 0.1 * loss.detach()).clone()}
+
+
+def test_numbers_that_are_made_before_the_loss_is_are_made_beside_it() -> None:
+    x = torch.randn(6, 6)
+    report = fxpipe.compile(Scaled(), 2, example_inputs=(x,), microbatches=1).verify(x)
+    assert report.ok, report
+    assert report.outputs.keys() == {"features", "average"}
+
+
 def test_before_the_first_step_there_are_none() -> None:
     assert compiled(2, schedule="1f1b", microbatches=2).local_engine().outputs == {}

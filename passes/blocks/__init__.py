@@ -82,7 +82,8 @@ def blocks(
         raise CompileError(f"target_blocks is {target_blocks}: a backbone has at least one block")
     limit = _limit(split, node_seconds, target_blocks)
     nodes, moved = line(capture, split.backbone, node_seconds, limit, bytes_of)
-    last = next(i for i, node in enumerate(nodes) if node is capture.result)  # the last block makes the loss
+    ends = {capture.result, *capture.numbers}  # the last block makes the loss, and the numbers beside it
+    last = next(i for i, node in enumerate(nodes) if node in ends)
     places = [place for place in _places(nodes, moved, bytes_of) if place.index <= last]
     turns = [i for i in range(1, len(nodes)) if _no_grad(nodes[i - 1]) and not _no_grad(nodes[i])]
     must = [place.index for place in places if place.index in turns[-1:]]  # a first pass ends where its block does
