@@ -1,4 +1,5 @@
-"""A training run that is saved and taken up again: groups, accumulation, clipping, rates, weights averaged twice."""
+"""A training run that is saved and taken up again: groups, a second optimizer, accumulation, clipping, rates,
+weights averaged twice."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ class SavedRun:
         self.optimizer = torch.optim.AdamW(
             [{"params": groups[False], "weight_decay": 0.1}, {"params": groups[True], "lr": 3e-2}], lr=1e-2
         )
+        self.momentum = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [1, 3, 3], 0.5)
         self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
         self.averages = Averages(model)
@@ -48,6 +50,7 @@ class SavedRun:
             losses += [float(self.engine.step(batch(2 * index + part, ROWS))) for part in range(2)]
             self.engine.clip_grad_norm_(0.2)
             self.optimizer.step()
+            self.momentum.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
             self.average.update_parameters(self.model)
@@ -73,7 +76,7 @@ class SavedRun:
 
     @property
     def extra(self) -> dict[str, Any]:
-        return {"average": self.average, "averages": self.averages}
+        return {"average": self.average, "averages": self.averages, "momentum": self.momentum}
 
     def weights(self) -> list[dict[str, Tensor] | None]:
         """Trained, averaged, and averaged in the list, on rank 0."""

@@ -228,6 +228,7 @@ def test_what_is_damaged_is_named_and_the_one_before_loaded(
             lambda run: run.optimizer.param_groups[0]["params"].pop(0),
             r"layers.0.weight has a state .* not in the optimizer",
         ),
+        (lambda run: run.momentum.add_param_group({"params": []}), "optimizer has 2 groups, and was saved with 1"),
         (lambda run: setattr(run, "average", 0.5), r"extra.average was saved, or is given, as a plain value"),
     ],
 )
@@ -238,6 +239,12 @@ def test_another_run_is_refused(saved: tuple[Path, Any], change: Callable[[Saved
         run.load_plain(saved[0])
     assert not run.optimizer.state
     torch.testing.assert_close(run.model.layers[0].weight, Adapted().layers[0].weight.to(run.model.scale.dtype))
+
+
+def test_several_optimizers_are_told_to_be_saved_by_name(tmp_path: Path) -> None:
+    run = local(LINE)
+    with pytest.raises(fxpipe.RunError, match=r"optimizer is a list; give one of torch.optim, and further .* extra"):
+        run.engine.save(tmp_path, [run.optimizer, run.momentum])
 
 
 def test_what_ranks_had_apart_is_loaded_into_their_layout_alone(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What a rank writes of a run, by the names of the model.
 
     model.layers.4.weight                 parameters and buffers       of the first rank that trains it, else of rank 0
-    optimizer.layers.4.weight.exp_avg     a parameter's state          likewise
+    optimizer.layers.4.weight.exp_avg     a parameter's state          likewise; extra.muon. ... of another optimizer
     extra.average.layers.4.weight         what goes by a parameter     likewise
     scheduler, random, extra              everything else              every rank its own
 
@@ -31,8 +31,8 @@ def contents(run: Run, trainable_only: bool) -> tuple[dict[str, torch.Tensor], d
         else:
             tensors[f"model.{name}"] = tensor
     body = {"layout": run.layout, "frozen": frozen, "sections": _sections(run, tensors)}
-    if run.optimizer is not None:
-        body["optimizer"] = optimizer_state(run, run.optimizer, tensors)
+    for name, optimizer in run.optimizers.items():
+        body[name] = optimizer_state(run, name, optimizer, tensors)
     return tensors, body
 
 

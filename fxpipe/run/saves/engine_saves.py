@@ -48,9 +48,9 @@ class EngineSaves(EngineBase):
 
         Args:
             directory: of one run: the last `keep` checkpoints stay in it, and those of later steps are set aside.
-            extra: values, or objects with `state_dict` and `load_state_dict`, by name, such as averages of weights, a
-                loader that knows its position, and other engines over the same model, for their seed and step index.
-                Tensors by a parameter's name are taken where it is trained.
+            extra: values, or objects with `state_dict` and `load_state_dict`, by name, such as averages of weights,
+                further optimizers, a loader that knows its position, and other engines over the same model, for their
+                seed and step index. Tensors by a parameter's name are taken where it is trained.
             trainable_only: leave frozen weights and buffers out that nobody has written to since the engine was made;
                 they must be the same when it is loaded.
             asynchronous: copy to the CPU, then write while training goes on. The next `save` or `close` waits for it,

@@ -7,7 +7,7 @@ from torch import nn
 
 from fxpipe.errors import RunError
 from fxpipe.run.saves.checkpoint import Checkpoint
-from fxpipe.run.saves.run import Run
+from fxpipe.run.saves.run import Run, Stateful
 from fxpipe.run.saves.values import decode, encode
 
 
@@ -23,24 +23,30 @@ def _parameter_names(run: Run, optimizer: torch.optim.Optimizer) -> list[dict[st
     return [{names[id(p)]: p for p in group["params"] if id(p) in names} for group in optimizer.param_groups]
 
 
-def optimizer_state(run: Run, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def optimizer_state(
+    run: Run, called: str, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
     """Every group's options and parameters; the states of those that this rank writes, whose `tensors` are added."""
 
     def keep(key: str, name: str, tensor: torch.Tensor) -> str:
         tensors[key] = tensor
         return key
 
+    if not isinstance(optimizer, Stateful) or not hasattr(optimizer, "param_groups"):
+        raise RunError(
+            f"optimizer is a {type(optimizer).__name__}; give one of torch.optim, and further ones in extra, by name"
+        )
     state = optimizer.state_dict()
     if state.keys() != {"state", "param_groups"}:
         raise RunError(f"the optimizer's state has {', '.join(state)}, not state and param_groups alone: use extra")
     groups, named = [], _parameter_names(run, optimizer)
     for number, (group, parameters) in enumerate(zip(state["param_groups"], named, strict=True)):
         options = {option: value for option, value in group.items() if option not in ("params", "param_names")}
-        groups.append({"options": encode(options, f"optimizer, group {number}", keep), "parameters": list(parameters)})
+        groups.append({"options": encode(options, f"{called}, group {number}", keep), "parameters": list(parameters)})
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     number_of = {id(p): number for number, p in zip(numbers, _parameters(optimizer), strict=True)}
     states = {
-        name: encode(state["state"][number_of[id(p)]], f"optimizer.{name}", keep)
+        name: encode(state["state"][number_of[id(p)]], f"{called}.{name}", keep)
         for parameters in named
         for name, p in parameters.items()
         if number_of[id(p)] in state["state"] and run.writes(p)
@@ -48,15 +54,15 @@ def optimizer_state(run: Run, optimizer: torch.optim.Optimizer, tensors: dict[st
     return {"type": type(optimizer).__name__, "groups": groups, "states": states}
 
 
-def saved_state(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> dict[str, Any]:
+def saved_state(run: Run, called: str, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> dict[str, Any]:
     """As `optimizer.load_state_dict` takes it: its options, and the state of those of its parameters that are here.
 
     Raises:
         RunError: it is of another type, or has other groups than were saved, or lacks a parameter that has a state.
     """
-    if any("optimizer" not in part.body for part in checkpoint.parts):
-        raise RunError("no optimizer was saved: load without one")
-    saved = [part.body["optimizer"] for part in checkpoint.parts]
+    if any(called not in part.body for part in checkpoint.parts):
+        raise RunError(f"no {called} was saved: load without one")
+    saved = [part.body[called] for part in checkpoint.parts]
     groups = _parameter_names(run, optimizer)
     if type(optimizer).__name__ != saved[0]["type"]:
         raise RunError(f"the optimizer is a {type(optimizer).__name__}, and a {saved[0]['type']} was saved")
@@ -76,7 +82,7 @@ def saved_state(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Checkpoi
     state = {numbers[id(p)]: _state_of(p, trees[name], checkpoint) for name, p in here.items()}
     loaded = [
         {**decode(of["options"], checkpoint.read_own), "params": [numbers[id(p)] for p in group["params"]]}
-        for group, of in zip(optimizer.param_groups, checkpoint.own.body["optimizer"]["groups"], strict=True)
+        for group, of in zip(optimizer.param_groups, checkpoint.own.body[called]["groups"], strict=True)
     ]
     return {"state": state, "param_groups": loaded}
 

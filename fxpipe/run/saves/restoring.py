@@ -30,16 +30,16 @@ def prepare(run: Run, checkpoint: Checkpoint) -> Callable[[], dict[str, Any]]:
         if name == "scheduler" and type(value).__name__ != saved[name]["type"]:
             raise RunError(f"the scheduler is a {type(value).__name__}, and a {saved[name]['type']} was saved")
     _require_fitting(run, checkpoint)
-    state = {} if run.optimizer is None else saved_state(run, run.optimizer, checkpoint)
+    states = {name: saved_state(run, name, optimizer, checkpoint) for name, optimizer in run.optimizers.items()}
     values = {name: checkpoint.section(name) for name, of in saved.items() if name in run.sections or not of["type"]}
     for name, value in run.sections.items():
         if isinstance(value, Progress):
             value.require(values[name])
 
     def put_back() -> dict[str, Any]:
-        if run.optimizer is not None:
-            with states_on_host(run.optimizer):
-                run.optimizer.load_state_dict(state)
+        for name, optimizer in run.optimizers.items():
+            with states_on_host(optimizer):
+                optimizer.load_state_dict(states[name])
         _restore_model(run, checkpoint)
         for name, value in run.sections.items():
             value.load_state_dict(values.pop(name))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
@@ -61,17 +62,29 @@ class RandomState:
 class Run:
     """A model in training, as one rank has it.
 
-    `sections` are what else belongs to the run, by name, `Stateful` or values; `owners` tells who trains a parameter,
-    `base` what was not written since the run began.
+    `given` is what else belongs to the run, by name, `Stateful` or values, further optimizers over the model among
+    them; `owners` tells who trains a parameter, `base` what was not written since the run began.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
-    sections: Mapping[str, Any]
+    given: Mapping[str, Any]
     rank: int = 0
     num_ranks: int = 1
     owners: Callable[[nn.Parameter], tuple[int, ...]] = lambda parameter: ()
     base: Base = NO_BASE
+
+    @cached_property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Those over the model's parameters, by name, whose states go by these."""
+        own = {id(parameter) for parameter in self.model.parameters()}
+        main = {} if self.optimizer is None else {"optimizer": self.optimizer}
+        return main | {name: value for name, value in self.given.items() if _is_over(value, own)}
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        """What else belongs to it."""
+        return {name: value for name, value in self.given.items() if name not in self.optimizers}
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether its value and its state are this rank's, too."""
@@ -91,6 +104,13 @@ class Run:
         """Equal in two runs where every rank trains the same."""
         trained = {name: list(self.owners(p)) for name, p in self.model.named_parameters() if p.requires_grad}
         return {"ranks": self.num_ranks, "owners": {name: ranks for name, ranks in trained.items() if ranks}}
+
+
+def _is_over(value: Any, own: set[int]) -> bool:
+    """Whether it is an optimizer over these parameters, and nothing else."""
+    if not isinstance(value, torch.optim.Optimizer):
+        return False
+    return all(id(p) in own or not p.numel() for group in value.param_groups for p in group["params"])
 
 
 def named_state(model: nn.Module) -> dict[str, torch.Tensor]:
