@@ -141,6 +141,19 @@ def test_transforms_of_convolutions_are_exact(norm: nn.Module) -> None:
     assert exact(Image(norm), (x, y), microbatches=2, schedule="1f1b").capture.batch
 
 
+class Scales(Image):
+    """One convolution of images at several scales."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.vmap(lambda scale: F.mse_loss(self.first(x * scale)[:, :2], y))(torch.ones(2)).mean()
+
+
+def test_convolutions_under_vmap_of_what_is_around_it_hold_for_one_batch_size() -> None:
+    x, y = torch.randn(2, 4, 2, 6, 6, dtype=torch.float64)
+    with pytest.raises(CompileError, match=r"batches of 4, .*torch loses a size that is free, as its vmap of a conv"):
+        fxpipe.compile(Scales(nn.Identity()), 2, example_inputs=(x, y), microbatches=2)
+
+
 class Attending(nn.Module):
     """Heads as views of one projection, normalised by `rms_norm`; a causal, a masked and a plain attention."""
 

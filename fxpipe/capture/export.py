@@ -317,6 +317,8 @@ _OF_KEYS = (
     "it with others, or keep it a tensor"
 )
 
+_LOST = "torch loses a size that is free, as its vmap of a convolution does of what comes from around the function,"
+
 
 def _traced_once(
     step: Step,
@@ -360,6 +362,8 @@ def _traced_once(
             kind = _FailedByValue if by_key or (read is not None and read.unknown) else _Failed
             hint = _OF_KEYS if by_key else ""
             told = f"{_where(trail)}: forward fails{_line(error)}: {type(error).__name__}: {reason}{hint}"
+            if "not tracked with proxy" in reason:
+                told = f"{_where(trail)}: {_LOST}{_line(error)}"
             raise kind(told) from error
 
 
