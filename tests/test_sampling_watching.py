@@ -68,6 +68,17 @@ def test_what_is_shown_over_a_slow_wire_is_in_the_estimate(world_size: int, spee
     assert made.plan.expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.05)
 
 
+def test_devices_that_are_a_little_slower_make_the_same_behind_a_slow_wire() -> None:
+    wire = "3x1xA100+Ethernet-1*1,0.9,0.9"
+    made = compiled("DiT", 3, cluster=wire, mode="exact", cost_model=replace(DEVICE, peak_flops=1e11))
+    expects = made.plan.expects
+    assert (made.plan.copies, made.plan.watching) == (3, 0)
+    assert expects is not None
+    assert expects.seconds == pytest.approx(expects.alone_seconds / 0.9, rel=0.01)
+    assert expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.01)
+    assert made.verify().ok
+
+
 def test_equal_devices_all_work() -> None:
     case, request, setting = asked(compiled("DiT", 4))
     assert all(not one.request.watching for one in ranked(case, request, setting).candidates)

@@ -8,7 +8,8 @@ groups of samples x stages x patches      as many ranks as there are          ex
 
 An exact layout is taken where a displaced one is no more than 5 % faster. The first exact steps before displaced ones
 are made by the fastest exact layout of rows where that fits beside, and is faster than their own. Where fewer ranks are
-faster than all, the others do the same once more, or watch: a call never takes longer than on one rank.
+faster than all, the others do the same once more, or watch: a call takes no longer than on one rank, which shows them
+what it predicts.
 
 Where a call of about this size has been planned, layouts that were far from the best there are not looked at.
 
@@ -259,12 +260,12 @@ def ways(case: SampleCase, request: Request, setting: Setting) -> Iterator[Reque
     are no slower; ranks that are left over watch."""
     is_open = request.stages is None and request.patches is None and request.cfg is None
     for ranks in _ranks(request, case.num_samples) if is_open else [request.world_size]:
-        copies = _copies(request, ranks)
-        used = copies * ranks
-        watching = request.watching + request.world_size - used
-        speeds = request.speeds[:used]
-        own = replace(request, world_size=used, copies=copies, speeds=speeds if {*speeds} - {1.0} else ())
-        yield from _ways_on(case, replace(own, watching=watching), setting)
+        for copies in _copies(request, ranks):
+            used = copies * ranks
+            watching = request.watching + request.world_size - used
+            speeds = request.speeds[:used]
+            own = replace(request, world_size=used, copies=copies, speeds=speeds if {*speeds} - {1.0} else ())
+            yield from _ways_on(case, replace(own, watching=watching), setting)
 
 
 def _ranks(request: Request, num_samples: int) -> list[int]:
@@ -277,11 +278,11 @@ def _ranks(request: Request, num_samples: int) -> list[int]:
     return [r for r in range(most, 0, -1) if r in ends or any(count % r == 0 for count in shared)]
 
 
-def _copies(request: Request, ranks: int) -> int:
-    """How often there are so many ranks that are as fast as the first ones."""
+def _copies(request: Request, ranks: int) -> list[int]:
+    """How often so many ranks may be there: all, or all before a slower copy."""
     count, speeds = request.world_size // ranks, request.speeds
-    slower = (at for at in range(ranks, len(speeds)) if speeds[at] < speeds[at % ranks])
-    return min(count, next(slower, count * ranks) // ranks)
+    slower = {at // ranks for at in range(ranks, len(speeds)) if speeds[at] < speeds[at - ranks]}
+    return sorted({one for one in slower if one < count} | {count})
 
 
 def _ways_on(case: SampleCase, request: Request, setting: Setting) -> Iterator[Request]:
