@@ -214,6 +214,40 @@ def test_a_wrong_gradient_is_farther_from_float32_than_one_device() -> None:
     assert list(missing.farther) == ["b.weight"]
 
 
+class Noisy(nn.Module):
+    """A bias before a norm, whose gradient is rounding noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(8, 8), nn.SiLU(),
+            nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(8, 8), nn.SiLU(), nn.Conv2d(8, 3, 3, padding=1),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(x + 0.1 * torch.randn_like(x)), x)
+
+
+def test_gradients_that_are_noise_are_judged_by_their_distance_to_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, model = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0)), Noisy()
+    program = fxpipe.compile(model, 2, example_inputs=(x,), microbatches=3)
+    report = program.verify(x)
+    assert report.ok, report
+    assert not report.max_grad_error <= 1e-4
+    assert str(report).startswith("as near to float64 as one device")
+
+    def wrong(given: Any) -> Any:
+        by_ten_thousandths = {name: 1.0002 * g for name, g in given.gradients.items()}
+        return replace(given, gradients=by_ten_thousandths)
+
+    right = fxpipe.Program._run_local
+    monkeypatch.setattr(fxpipe.Program, "_run_local", lambda *args: wrong(right(*args)))
+    report = program.verify(x)
+    assert not report.ok
+    assert str(report).startswith("NOT EXACT")
+
+
 class Foreign(Net):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):

@@ -1,4 +1,5 @@
-"""Steps in bfloat16 or float16, judged by their distance to float32, beside one device's own distance.
+"""Steps in bfloat16 or float16, judged by their distance to float32, beside one device's own distance; and gradients
+in float32 that are rounding noise, as of a bias before a norm, by theirs to float64.
 
     float32   loss 0.7312   one device, every operation in float32        the numbers that both round
     own       loss 0.7305   one device, as the model computes             at 0.0123 of it
@@ -9,8 +10,8 @@ that one device rounds at the end; a gradient that is missing, doubled or of ano
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,6 +23,9 @@ distance is then that of another draw of the same noise. Of a few values it vari
 asked to be nearer than this times what all of one device's gradients together are."""
 NOISE_SHARE = 1e-4
 """A gradient far below the largest one is rounding noise: errors, too, are relative to at least this share of it."""
+
+_SAME = 1e-4
+"""Of the gradients in float32 together: how far from float64 they may be as its roundings alone."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Nearness:
-    """A step's distance to float32, and one device's own.
+    """A step's distance to float32, or to what `wide` says, and one device's own.
 
     `rounding` is what each of the float32 step's values may round by its own type, by the names of `farther`. It counts
     only where one device's own is at no distance at all, as are gradients where the loss alone is cast: nothing in a
@@ -62,6 +66,7 @@ class Nearness:
     ours: Distance
     own: Distance
     rounding: Mapping[str, float] = field(default_factory=dict)
+    wide: str = "float32"
 
     @property
     def farther(self) -> dict[str, tuple[float, float]]:
@@ -79,10 +84,22 @@ class Nearness:
     def __str__(self) -> str:
         rounded = [self.rounding.get(name, 0.0) for name, own in _by_name(self.own).items() if own == 0.0]
         return (
-            f"distance to float32: gradients {self.ours.together:.2g}, one device's own {self.own.together:.2g}; loss "
-            f"{self.ours.loss:.2g}, its own {self.own.loss:.2g}; allowed is {FACTOR:g} times its own"
+            f"distance to {self.wide}: gradients {self.ours.together:.2g}, one device's own {self.own.together:.2g}; "
+            f"loss {self.ours.loss:.2g}, its own {self.own.loss:.2g}; allowed is {FACTOR:g} times its own"
             + (f", or {max(rounded):g} where its own is 0" if any(rounded) else "")
         )
+
+
+def noise_of(ours: StepResult, own: StepResult, wide: StepResult, names: Sequence[str]) -> Nearness | None:
+    """How near these gradients of a step in float32 are to those in float64, if as near as one device's; None, too,
+    where its own are so far from them that it computes something else, as where rounding decides what is chosen."""
+
+    def of(step: StepResult) -> Distance:
+        found = Distance.of(replace(step, outputs={}), replace(wide, outputs={}))
+        return replace(found, gradients={name: found.gradients[name] for name in names})
+
+    found = Nearness(of(ours), of(own), wide="float64")
+    return found if found.own.together <= _SAME and not found.farther else None
 
 
 def values_of(step: StepResult) -> dict[str, torch.Tensor]:

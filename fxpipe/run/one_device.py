@@ -1,7 +1,7 @@
 """The uncompiled model's own step, with the random draws that a program makes: what a compiled step is compared with.
 
-one_device              as the model computes, under the autocast that was asked for
-one_device_in_float32   every operation in float32 that would be in a lower precision, of the same random numbers
+one_device         as the model computes, under the autocast that was asked for
+one_device_wider   every operation in float32, or in float64, that would be in a lower precision, of the same draws
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,48 +99,54 @@ def _kernels(dropout_p: float) -> AbstractContextManager[None]:
 _ATTENTION = {F.scaled_dot_product_attention: _attention, F.multi_head_attention_forward: _multi_head_attention}
 
 
-def one_device_in_float32(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], draws: SeededDraws
+Wider = Mapping[torch.dtype, torch.dtype]
+IN_FLOAT32: Wider = dict.fromkeys(LOW, torch.float32)
+IN_FLOAT64: Wider = {**dict.fromkeys((*LOW, torch.float32), torch.float64), torch.complex64: torch.complex128}
+
+
+def one_device_wider(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], draws: SeededDraws, wider: Wider
 ) -> StepResult:
-    """The same in float32; `draws` are those of the step as it is, whose random numbers are drawn again."""
+    """The same in `wider` types; `draws` are those of the step as it is, whose random numbers are drawn again."""
     again = SeededDraws(draws.seed, draws.step, draws.device)
-    args, kwargs = pytree.tree_map(_widened, (args, dict(kwargs)))
-    with _InFloat32(draws.types):
-        return one_device(model, args, kwargs, again, None, _wide_state(model))
+    args, kwargs = pytree.tree_map(lambda value: _widened(value, wider), (args, dict(kwargs)))
+    with _Wider(draws.types, wider):
+        return one_device(model, args, kwargs, again, None, _wide_state(model, wider))
 
 
-class _InFloat32(TorchDispatchMode):
-    """Every operation that would compute in a lower precision computes in float32; what it draws is as it was.
+class _Wider(TorchDispatchMode):
+    """Every operation that would compute in a lower precision computes in a wider type; what it draws is as it was.
 
     Args:
         drawn: the type of the first operand of every random draw in the step as it is, by its place.
     """
 
-    def __init__(self, drawn: Sequence[torch.dtype | None]) -> None:
+    def __init__(self, drawn: Sequence[torch.dtype | None], wider: Wider) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._drawn = iter(drawn)
+        self._drawn, self._wider = iter(drawn), wider
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not is_random(func, args):
-            args, kwargs = pytree.tree_map(_widened, (args, kwargs))
+            args, kwargs = pytree.tree_map(lambda value: _widened(value, self._wider), (args, kwargs))
             return func(*args, **kwargs)
         dtype = next(self._drawn, None)
-        given = (args[0].to(dtype), *args[1:]) if dtype in LOW else args
-        found = pytree.tree_map(_widened, func(*given, **kwargs))
+        given = (args[0].to(dtype), *args[1:]) if dtype in self._wider else args
+        found = pytree.tree_map(lambda value: _widened(value, self._wider), func(*given, **kwargs))
         if isinstance(found, tuple):  # of a dropout: its result, and what it has not dropped
             return args[0] * found[1] / (1.0 - float(args[1])), found[1]
         return args[0].copy_(found) if func._schema.is_mutable else found
 
 
-def _widened(value: Any) -> Any:
-    """A tensor or type, in float32 where it is of a lower precision."""
+def _widened(value: Any, wider: Wider) -> Any:
+    """A tensor or type, wider where it is of a lower precision."""
     if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype in LOW else value
-    return torch.float32 if isinstance(value, torch.dtype) and value in LOW else value
+        return value.to(wider[value.dtype]) if value.dtype in wider else value
+    return wider.get(value, value) if isinstance(value, torch.dtype) else value
 
 
-def _wide_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's tensors of lower precision in float32, trained where the model's are."""
+def _wide_state(model: nn.Module, wider: Wider) -> dict[str, torch.Tensor]:
+    """A model's tensors of lower precision in wider types, trained where the model's are."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {n: t.detach().float().requires_grad_(t.requires_grad) for n, t in named.items() if t.dtype in LOW}
+    low = ((name, tensor) for name, tensor in named.items() if tensor.dtype in wider)
+    return {name: t.detach().to(wider[t.dtype]).requires_grad_(t.requires_grad) for name, t in low}

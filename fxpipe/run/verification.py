@@ -64,7 +64,8 @@ class Verification:
     """Relative errors against one device. A gradient's error is its largest difference over its largest value; so is
     that of an output, what forward returns beside the loss. Of what is nearly zero, see `NOISE_SHARE`.
 
-    A step that computes in a lower precision than float32 is judged by its `nearness` to float32 alone.
+    A step that computes in a lower precision than float32 is judged by its `nearness` to float32 alone; one in float32
+    of which gradients alone differ, by more than they should, by that of these to float64.
     """
 
     loss: float
@@ -89,6 +90,14 @@ class Verification:
         trained = all(error <= self.tolerance for error in (self.loss_error, *self.gradients.values()))
         return trained and all(error <= self.output_tolerance for error in self.outputs.values())
 
+    @property
+    def doubtful(self) -> list[str]:
+        """The gradients in float32 that alone keep a step from being exact, maybe as they are rounding noise."""
+        bad = [name for name, error in self.gradients.items() if not error <= self.tolerance]
+        others = all(error <= self.output_tolerance for error in self.outputs.values())
+        is_float32 = self.tolerance == TOLERANCES[torch.float32] and math.isfinite(self.reference_loss)
+        return bad if is_float32 and others and self.loss_error <= self.tolerance else []
+
     def __str__(self) -> str:
         if self.nearness is not None:
             return self._by_nearness(self.nearness)
@@ -107,7 +116,8 @@ class Verification:
         return "\n".join(lines + [f"  {name}: {error:.2e}  <-- HERE" for error, name in bad[:10]])
 
     def _by_nearness(self, nearness: Nearness) -> str:
-        verdict = "as near to float32 as one device" if self.ok else "FARTHER FROM float32 THAN ONE DEVICE"
+        wide = nearness.wide
+        verdict = f"as near to {wide} as one device" if self.ok else f"FARTHER FROM {wide} THAN ONE DEVICE"
         losses = f"loss {self.loss:.6g} against {self.reference_loss:.6g} on one device"
         bad = sorted(((ours, most, name) for name, (ours, most) in nearness.farther.items()), reverse=True)
         lines = [f"  {name}: {ours:.2e}, allowed {most:.2e}  <-- HERE" for ours, most, name in bad[:10]]
