@@ -49,7 +49,7 @@ from fxpipe.capture.known import Read
 from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.outputs import Found, drop_unknown, is_number, outputs_of, separate, sinks
 from fxpipe.capture.randomness import Draw
-from fxpipe.capture.sizes import expression
+from fxpipe.capture.sizes import alike_sizes, expression
 from fxpipe.capture.updates import Update, refuse_all, require_plain, taken_out
 from fxpipe.capture.weights import check_weights
 from fxpipe.errors import CaptureError, ValuesError
@@ -370,7 +370,7 @@ def _not_broadcast(node: fx.Node) -> fx.Node | None:
         return None
     (given,) = source.args
     item: fx.Node = given[index]  # type: ignore[index, assignment]
-    return item if masked.alike_sizes(item.meta["val"].shape, node.meta["val"].shape) else None
+    return item if alike_sizes(item.meta["val"].shape, node.meta["val"].shape) else None
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

@@ -30,7 +30,7 @@ from fxpipe.capture.evaluation import evaluated
 from fxpipe.capture.guards import Guard, run_of
 from fxpipe.capture.holders import holders_of
 from fxpipe.capture.inputs import is_time
-from fxpipe.capture.masked import alike
+from fxpipe.capture.same import alike
 from fxpipe.capture.sizes import is_symbolic
 from fxpipe.capture.surroundings import no_autocast
 from fxpipe.errors import CaptureError, ValuesError

@@ -23,7 +23,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.capture import private
-from fxpipe.capture.sizes import expression
+from fxpipe.capture.same import alike
+from fxpipe.capture.sizes import alike_sizes, expression
 from fxpipe.capture.surroundings import LOW
 from fxpipe.capture.views import shape_nodes
 
@@ -395,20 +396,3 @@ def _acts(node: fx.Node, given: Mapping[fx.Node, _Chosen]) -> bool:
     return bool(given) and (
         dims is None or any(one.dim in {dim % v.meta["val"].ndim for dim in dims} for v, one in given.items())
     )
-
-
-def alike_sizes(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return [*map(expression, some)] == [*map(expression, others)]
-
-
-def alike(one: Any, other: Any, depth: int = 8) -> bool:
-    """Whether two values are made by the same few operations of the same values."""
-    if not (isinstance(one, fx.Node) and isinstance(other, fx.Node)):
-        return bool(one == other)
-    drawn = torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ())
-    if one is other or one.op != "call_function" or one.target is not other.target or drawn or not depth:
-        return one is other
-    some, others = (
-        {**dict(enumerate(node.args)), **node.kwargs, "autocast": node.meta.get("autocast")} for node in (one, other)
-    )
-    return some.keys() == others.keys() and all(alike(value, others[key], depth - 1) for key, value in some.items())

@@ -1,4 +1,5 @@
-"""What a traced graph computes at a batch size, written so that two traces of one computation read the same.
+"""What a traced graph computes at a batch size, written so that two traces of one computation read the same; and whether
+two values of a graph are.
 
 slice(x, 0, 0, 9223372036854775807), alias(x)     ->   x
 clone(x)  where nothing is written                ->   x
@@ -104,3 +105,16 @@ def _slice(node: fx.Node, args: Any, batch_size: int) -> Any:
     size = int(concrete(node.args[0].meta["val"].shape[dim], batch_size))  # type: ignore[union-attr]
     count = int(concrete(node.meta["val"].shape[dim], batch_size))
     return args[0], dim, min(max(start + size if start < 0 else start, 0), size), count, step
+
+
+def alike(one: Any, other: Any, depth: int = 8) -> bool:
+    """Whether two values are made by the same few operations of the same values."""
+    if not (isinstance(one, fx.Node) and isinstance(other, fx.Node)):
+        return bool(one == other)
+    drawn = torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ())
+    if one is other or one.op != "call_function" or one.target is not other.target or drawn or not depth:
+        return one is other
+    some, others = (
+        {**dict(enumerate(node.args)), **node.kwargs, "autocast": node.meta.get("autocast")} for node in (one, other)
+    )
+    return some.keys() == others.keys() and all(alike(value, others[key], depth - 1) for key, value in some.items())

@@ -1,5 +1,6 @@
 """Sizes as functions of the batch: symbolic integers and shapes of the capture, evaluated at a number of samples."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -54,6 +55,10 @@ def concrete(value: Any, num_samples: int) -> Any:
         items = [concrete(item, num_samples) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value
+
+
+def alike_sizes(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return [*map(expression, some)] == [*map(expression, others)]
 
 
 def is_symbolic(size: Any) -> bool:
