@@ -1,5 +1,5 @@
-"""What a traced graph computes at a batch size, written so that two traces of one computation read the same; and whether
-two values of a graph are.
+"""What a traced graph computes at a batch size, so that two traces of one computation read the same; and whether two of
+its values are made alike.
 
 slice(x, 0, 0, 9223372036854775807), alias(x)     ->   x
 clone(x)  where nothing is written                ->   x
