@@ -10,7 +10,7 @@ from torch import nn
 from fxpipe.capture.weights import tensors_of
 from fxpipe.plan.step import StepPlan
 from fxpipe.plan.transport import Transport
-from fxpipe.run.compiled import runnable
+from fxpipe.run.compiled import LOCAL_TIMEOUT_SECONDS, runnable
 from fxpipe.run.kinds import Kind
 from fxpipe.run.local_batch import placed
 from fxpipe.run.ownership import at, require_new
@@ -18,9 +18,6 @@ from fxpipe.run.read_ahead import Inputs, ReadBatch, Tensors
 from fxpipe.run.run_rank import NextBatch, RankResult, SharedDraws, run_rank
 from fxpipe.run.training import Ahead, Executed, Training
 from fxpipe.run.transport import run_ranks
-
-_TIMEOUT_SECONDS = {"eager": 300.0, "inductor": 3600.0, "cudagraphs": 300.0}
-"""The longest that a rank waits for another, which may compile."""
 
 
 class LocalEngine(Training):
@@ -72,7 +69,7 @@ class LocalEngine(Training):
             result = run_rank(modules[rank], program, transport, draws, tensors, self._observe, nexts, mine, scale)
             return result, transport.sent_bytes()
 
-        results = run_ranks(plan.world_size, body, _TIMEOUT_SECONDS[plan.backend])
+        results = run_ranks(plan.world_size, body, LOCAL_TIMEOUT_SECONDS[plan.backend])
         self._bytes_here += sum(size for _, sent in results for size in sent.values())
         gradients: dict[str, torch.Tensor] = {}
         self.sent_bytes = {channel: size for _, sent in results for channel, size in sent.items()}

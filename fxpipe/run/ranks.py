@@ -25,6 +25,7 @@ import torch
 from fxpipe.capture.inputs import is_time
 from fxpipe.errors import CompileError, RunError
 from fxpipe.plan.transport import T
+from fxpipe.run.compiled import LOCAL_TIMEOUT_SECONDS
 from fxpipe.run.sampling import BoundProgram, LocalRun, Tensors
 
 if TYPE_CHECKING:
@@ -244,8 +245,10 @@ class LocalRanks(Ranks):
             backend = "eager" if self._backend == "cudagraphs" and len(step.programs) > 1 else self._backend
             bound = [BoundProgram(program, state, backend=backend) for program in step.programs]
             known = self._bound[id(step)] = step, state, bound
-        run = self._runs.setdefault(len(step.programs), LocalRun(len(step.programs)))
-        return run.predict(known[2], tensors, form, stream)[0]
+        count = len(step.programs)
+        if count not in self._runs:
+            self._runs[count] = LocalRun(count, LOCAL_TIMEOUT_SECONDS[self._backend])
+        return self._runs[count].predict(known[2], tensors, form, stream)[0]
 
     def forget(self, step: SampleStep) -> None:
         self._bound.pop(id(step), None)
