@@ -107,8 +107,8 @@ def _sizes(inputs: InputSpec, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if tree != inputs.tree or len(tensors) < len(leaves):
         return None
     alike = all(tensors[f.name].dtype == f.dtype and tensors[f.name].ndim == len(f.shape) for f in leaves)
-    batches = {tensors[leaf.name].shape[0] for leaf in leaves if leaf.batched and len(leaf.shape)}
-    if not alike or len(batches) > 1 or 0 in batches:
+    batches = {tensors[leaf.name].shape[0] for leaf in leaves if leaf.batched} if alike else {0}
+    if len(batches) > 1 or 0 in batches:
         return None
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
 

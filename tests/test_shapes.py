@@ -105,6 +105,8 @@ def test_other_shapes_are_refused_where_asked() -> None:
     engine.step(batch(0, 3))
     with pytest.raises(fxpipe.CompileError, match=r"a batch of x \[4, 4, 6\].*compiled are batches of x \[4, 5, 6\]"):
         engine.step(batch(0, 4))
+    with pytest.raises(fxpipe.CompileError, match=r"input x must be \['batch', 5, 6\] torch.float64, got \[\] torch"):
+        engine.step(batch(0, 5) | {"x": torch.zeros(()).double()})
     with pytest.raises(fxpipe.CompileError, match="shapes='some'; give 'any' or 'fixed'"):
         compiled(Adapted(), 2, shapes="some")
 
