@@ -59,6 +59,7 @@ WRONG = [
     (["run", f"{TOY}:toy", "--world-size", "2"], "--steps"),
     (["run", f"{TOY}:toy", "--steps", "2"], "start under torchrun"),
     (["run", f"{TOY}:toy", "--steps", "0", "--world-size", "2"], "--steps"),
+    (["tune", f"{TOY}:toy", "--world-size", "2", "--backend", "fast"], "backend='fast'; give one of 'eager', "),
     (["sample", f"{TOY}:toy", "--world-size", "2"], "must return a pipeline"),
     (["sample", "examples/text_to_image.py:pipe"], "start under torchrun"),
     (["sample", "nowhere.py:pipe", "--out", "images.xyz"], ".xyz is no kind of image; name it .png or .jpg"),

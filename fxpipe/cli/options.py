@@ -30,6 +30,7 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory or 
 Precision = Annotated[
     str | None, typer.Option(help="bf16 or fp16: forward runs under autocast; as the model computes if left out")
 ]
+Backend = Annotated[str, typer.Option(help="what graphs run by: eager, inductor, or cudagraphs on a GPU")]
 DEVICE_MODEL = "device whose times to plan by, as H100@bfloat16; measured; or a profile's .json file"
 _SAMPLES = 8
 
@@ -84,6 +85,7 @@ class Planning:
         str, typer.Option(help="the next batch's frozen work: auto, idle (in idle time), after (training), none")
     ] = "auto"
     precision: Precision = None
+    backend: Backend = "eager"
     cluster: Annotated[
         str | None, typer.Option(help="machines to plan for, as 2x8xV100+Ethernet-10, or a .toml file")
     ] = None

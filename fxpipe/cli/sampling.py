@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from fxpipe.cli.options import DEVICE_MODEL, planned, print_wide, ranks_asked
+from fxpipe.cli.options import DEVICE_MODEL, Backend, planned, print_wide, ranks_asked
 from fxpipe.cli.user_model import load_pipeline, load_sampled
 from fxpipe.errors import CompileError
 
@@ -99,6 +99,7 @@ def sample(
     sampling: Sampling,
     prompt: Annotated[list[str] | None, typer.Option(help="of an image; once for each")] = None,
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**64 - 1, help="of the noise")] = 0,
+    backend: Backend = "eager",
     plan: Annotated[Path | None, typer.Option(dir_okay=False, help="lower the plan of this file")] = None,
     save: Save = None,
     verify: Annotated[bool, typer.Option(help="hold one call of the denoiser against one device")] = False,
@@ -117,7 +118,7 @@ def sample(
     pipe, of_model = load_pipeline(sampling.model)
     call = sampling.call(of_model, prompt=prompt)
     console = Console(quiet=not is_first, highlight=False, markup=False, soft_wrap=True)
-    sampler = sampling.compiled(pipe, call, plan=plan)
+    sampler = sampling.compiled(pipe, call, plan=plan, backend=backend)
     console.print(str(sampler))
     console.print(str(sampler.simulate()))
     if verify:
