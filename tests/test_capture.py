@@ -650,7 +650,7 @@ def added(s: Step, h: Tensor, y: Tensor) -> Tensor:
         (lambda s, h, y: h if torch.rand(1) > 0.5 else s.a(h), "decides by the value of a tensor"),
         (lambda s, h, y: h + y[y > 0].cumsum(0).sum(), "aten.index.Tensor: its result's size or value depends"),
         (lambda s, h, y: h * y[y > -9].reshape(h.shape), "aten.index.Tensor: .*or gather by argsort"),
-        (lambda s, h, y: h * y[0].int().bincount(minlength=4), "aten.bincount.default: its result's size"),
+        (lambda s, h, y: h * y[0].int().bincount().sum(), "aten.bincount.default: its result's size"),
         (lambda s, h, y: h + y.nonzero().sum(), "aten.nonzero.default: its result's size or value depends"),
         (frozen_in_forward, "an autograd function reads a parameter that forward freezes for a while"),
         (left_frozen, "forward sets requires_grad=False on a parameter"),

@@ -122,6 +122,10 @@ OPERATIONS: dict[str, tuple[Body, Callable[[], nn.Module]]] = {
         lambda m, h, y: pad_sequence([h.mT, y.mT[:8]], padding_side="left").movedim(2, 0),
         nn.Identity,
     ),
+    "bincount": (
+        lambda m, h, y: h * (1 + torch.bincount(ids(y)[:, 0], minlength=12)) + ids(y)[:, 1].int().bincount(y[:, 0], 12),
+        nn.Identity,
+    ),
     "kron": (lambda m, h, y: torch.kron(h.view(-1, 3, 4), torch.eye(2, dtype=DTYPE)), nn.Identity),
     "gaussian_nll": (
         lambda m, h, y: F.gaussian_nll_loss(h, h.detach().cos(), h.exp(), reduction="none", full=True),

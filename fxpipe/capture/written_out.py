@@ -7,6 +7,7 @@ are, written with others.
     linspace(0, 1, batch + 1)      ->   where(i < half, i * step, 1 - (batch - i) * step), of i = arange(batch + 1)
     kron(a, b)                     ->   (a[:, None, :, None] * b[None, :, None]).reshape(...)
     pad_sequence([a, b])           ->   stack([a, pad(b, ...)], 1)
+    bincount(x, minlength=10)      ->   zeros(10).index_add(0, x, ones), which raises where there are more
     _foreach_lerp_([a, b], c, 0.1) ->   a.lerp_(c[0], 0.1), b.lerp_(c[1], 0.1)
     gaussian_nll_loss(x, y, var)   ->   without its look at variances, which only raises errors
 
@@ -109,6 +110,16 @@ def _each(func: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
     return tuple([own(place) for place in range(len(tensors))])
 
 
+def _bincount(func: Any, input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    if minlength <= 0:
+        return func(input, weights, minlength)  # type: ignore[no-any-return]
+    if weights is None:
+        added = torch.ones_like(input, dtype=torch.int64)
+    else:
+        added = weights if weights.dtype == torch.float32 else weights.double()
+    return added.new_zeros(minlength).index_add(0, input.long(), added)
+
+
 def _gaussian_nll_loss(func: Any, *args: Any, **options: Any) -> torch.Tensor:
     with private.replaced(torch, "any", lambda found: False):
         return func(*args, **options)  # type: ignore[no-any-return]
@@ -125,6 +136,7 @@ WRITTEN_OUT: Table = {
     torch.Tensor.take_along_dim: _take_along_dim,
     torch.kron: _kron,
     torch.Tensor.kron: _kron,
+    **dict.fromkeys((torch.bincount, torch.Tensor.bincount), _bincount),
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.linalg.multi_dot: lambda func, tensors: functools.reduce(torch.matmul, tensors),
     torch._C._nn.pad_sequence: _pad_sequence,
