@@ -40,7 +40,7 @@ from fxpipe.run.observe import Observe
 from fxpipe.run.one_device import IN_FLOAT32, IN_FLOAT64, StepResult, one_device, one_device_wider
 from fxpipe.run.saves.base import Base
 from fxpipe.run.state_updates import put_back
-from fxpipe.run.unchanged import Unchanged
+from fxpipe.run.unchanged import Unchanged, require_strides
 from fxpipe.run.verification import (
     TOLERANCES,
     Tolerance,
@@ -379,6 +379,8 @@ class Program:
         expected = {name: like for p in self.step.programs for name, like in p.state.items() if name in named}
         for name, like in expected.items():
             now = named[name]
+            if self.settings is not None:
+                require_strides(name, now, self.settings.strides)
             trains = isinstance(now, nn.Parameter) and now.requires_grad
             was = (tuple(like.shape), like.dtype, name in self.capture.trainable)
             if (tuple(now.shape), now.dtype, trains) != was:

@@ -341,3 +341,31 @@ def test_what_a_module_in_a_list_holds_is_read_as_it_is_now() -> None:
         weight.data = 0.5 * weight.data
     assert engine.step((x,)).item() == pytest.approx(model(x).item(), rel=1e-12)
     engine.close()
+
+
+class Normed(nn.Module):
+    """A convolution, whose result lies as its weight does, and a norm, whose gradient's kernel asks how it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x)))).square().mean()
+
+
+def test_weights_lie_in_memory_as_they_were_compiled() -> None:
+    x, says = torch.randn(4, 2, 7, 6).double(), "weight of the model lies otherwise in memory than when it was compiled"
+    model = Normed()
+    program = fxpipe.compile(model, 2, example_inputs=(x,), schedule="1f1b", microbatches=2, cache=False)
+    engine = program.local_engine()
+    engine.step((x,))
+    model.to(memory_format=torch.channels_last)
+    for call in (lambda: engine.step((x,)), program.local_engine, lambda: program.verify(x)):
+        with pytest.raises(RunError, match=says):
+            call()
+    model.to(memory_format=torch.contiguous_format)
+    engine.step((x,))
+    before = Normed().to(memory_format=torch.channels_last)
+    assert fxpipe.compile(before, 2, example_inputs=(x,), schedule="1f1b", microbatches=2, cache=False).verify(x).ok

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fxpipe.capture.holders import ABSENT, PLAIN, Holder, holders_of
+from fxpipe.capture.weights import tensors_of
 
 _OF_SAVES = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
@@ -45,12 +46,14 @@ class SameEntries:
 
 
 class Snapshot:
-    """Modules, modes, hooks and whatever else forward may read of a model in Python, as they are now."""
+    """Modules, modes, hooks and whatever else forward may read of a model in Python, as they are now; and the strides
+    that its tensors had at the beginning."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.renew()
         self._first = self._dicts + self._others
+        self.strides = {name: one.stride() for name, one in tensors_of(model).items()}
 
     def renew(self) -> None:
         """They are now as they should be."""

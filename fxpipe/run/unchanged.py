@@ -3,6 +3,7 @@
 unet.train(); step.note = 3         traced again: the same step, which goes on
 step.kl_weight = 0.1                another one: refused, and told what it is
 layer.weight = nn.Parameter(...)    the programs train the one before: refused
+model.to(memory_format=...)         they are for weights that lie as they did: refused
 step.sigma.fill_(2)                 a buffer that forward read as a number, or keeps a table of: refused
 """
 
@@ -20,7 +21,7 @@ from fxpipe.capture.known import Read
 from fxpipe.capture.snapshot import SameEntries, Snapshot
 from fxpipe.capture.weights import tensors_of
 from fxpipe.errors import CaptureError, RunError
-from fxpipe.run.ownership import as_is
+from fxpipe.run.ownership import as_is, is_empty, owners
 from fxpipe.run.read_ahead import version
 
 _log = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ class Unchanged:
                     "made, as after load_state_dict(assign=True), or with a layer in another's place; copy values into "
                     f"the one that was there, under torch.no_grad(), or {_AGAIN}"
                 )
+            if self._settings is not None:
+                require_strides(name, now, self._settings.strides)
             if now.dtype != dtype:
                 raise RunError(f"{name} of the model was {dtype}, and is now {now.dtype}; {_AGAIN}")
             if now.requires_grad and private.has_gradient_hooks(now):
@@ -128,7 +131,7 @@ class Unchanged:
 
 
 class _Tensors:
-    """The modules and tensors of a model: which, of what type, whether trained, without hooks."""
+    """The modules and tensors of a model: which, of what type, how they lie, whether trained, without hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [*model.modules()]
@@ -145,8 +148,21 @@ class _Tensors:
     def _holders_now(self) -> Iterator[dict[str, Any]]:
         return chain.from_iterable(map(attrgetter("_modules", "_parameters", "_buffers"), self._modules))
 
-    def _kinds_now(self) -> list[tuple[torch.dtype, bool]]:
-        return [*map(attrgetter("dtype", "requires_grad"), self._tensors)]
+    def _kinds_now(self) -> list[Any]:
+        return [*map(attrgetter("dtype", "requires_grad"), self._tensors), *map(torch.Tensor.stride, self._tensors)]
+
+
+def require_strides(name: str, tensor: torch.Tensor, then: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse what does not lie in memory as it did when it was compiled: gradients of norms of what is computed with it
+    would be wrong. What other ranks train, and had no memory here, may lie in order."""
+    before = then.get(name, tensor.stride())
+    if is_empty(tensor) or (owners(tensor) and tensor.is_contiguous()):
+        return
+    if any(size > 1 and one != other for size, one, other in zip(tensor.shape, tensor.stride(), before, strict=True)):
+        raise RunError(
+            f"{name} of the model lies otherwise in memory than when it was compiled, as after "
+            f"model.to(memory_format=...): call that before, or {_AGAIN}"
+        )
 
 
 def _trained(model: nn.Module) -> dict[str, bool]:
