@@ -374,5 +374,15 @@ def test_what_has_its_gradient_from_outside_is_refused() -> None:
     captured(model)
 
 
+@pytest.mark.parametrize("show", [lambda weight: [weight], lambda weight: [weight.detach()[:2]]])
+def test_a_trained_weight_that_is_read_from_a_list_is_refused(show: Callable[[Tensor], list[Tensor]]) -> None:
+    model = Keeper(None, lambda s, h: h + s.kept[0].sum())
+    model.kept = show(model.last.weight)
+    with pytest.raises(CaptureError, match=r"reads the memory of 'last.weight', which is trained, by another tensor"):
+        captured(model)
+    model.last.requires_grad_(False)
+    captured(model)
+
+
 def _targets(graph: Capture) -> list[str]:
     return [str(node.target) for node in graph.graph.nodes]

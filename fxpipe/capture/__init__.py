@@ -239,7 +239,7 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     graphs = graph, *(update.graph for update in updates)
     kept = {node.name for one in graphs for node in one.find_nodes(op="placeholder")}
     constants = {name: constant for name, constant in constants.items() if name in kept}
-    _refuse_foreign_gradients(graph, constants)
+    _refuse_foreign_gradients(graph, constants, {name: parameters[name] for name in wanted} if is_step else {})
     graph.lint()
     batch = _batch(graph, exported)
     notes = () if batch else _notes(exported)
@@ -296,9 +296,18 @@ def _require_written(updates: Sequence[Update], left_out: Collection[str]) -> No
             )
 
 
-def _refuse_foreign_gradients(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
-    """Refuse tensors from outside of forward whose gradient goes on there, or belongs to no parameter."""
+def _refuse_foreign_gradients(
+    graph: fx.Graph, constants: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse tensors from outside of forward whose gradient goes on there, or belongs to no parameter, and those in the
+    memory of one, which other ranks may train."""
+    memory = {private.memory_of(parameter): name for name, parameter in trained.items()}
     for node in graph.find_nodes(op="placeholder"):
+        if node.name in constants and (name := memory.get(private.memory_of(constants[node.name]))):
+            raise CaptureError(
+                f"forward reads the memory of {name!r}, which is trained, by another tensor, {node.meta['state']!r}, "
+                "as one in a list or a view of it: its gradient would be lost; read it from its module, or clone it"
+            )
         if node.name in constants and constants[node.name].requires_grad:
             raise CaptureError(
                 f"forward reads {node.meta['state']!r}, a tensor that requires grad and is no parameter: its gradient "
