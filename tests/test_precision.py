@@ -12,12 +12,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.capture.randomness import SeededDraws
 from fxpipe.errors import CaptureError, CompileError, RunError
 from fxpipe.plan.rank_program import RankProgram
 from fxpipe.plan.staged import runs_within
 from fxpipe.program import Program
-from fxpipe.run.nearness import Distance, Nearness
-from fxpipe.run.one_device import StepResult
+from fxpipe.run.nearness import Distance, Nearness, noise_of
+from fxpipe.run.one_device import IN_FLOAT64, StepResult, one_device, one_device_wider
 from fxpipe.run.verification import Verification
 from tests.distributed import run_processes
 from tests.test_memory import IDLE_NETWORK, Wide, measured_peaks
@@ -246,6 +247,54 @@ def test_gradients_that_are_noise_are_judged_by_their_distance_to_float64(monkey
     report = program.verify(x)
     assert not report.ok
     assert str(report).startswith("NOT EXACT")
+
+
+class Asks(Noisy):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.float32
+        return super().forward(x)
+
+
+def test_what_float64_does_not_tell_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, g = torch.tensor(1.0), torch.randn(8)
+    own, wide = StepResult(loss, {"a": g, "b": g}), StepResult(loss.double(), {"a": g.double()})
+    for ours in (own, replace(own, gradients={"a": g})):
+        assert noise_of(ours, own, wide, ["b"]) is None
+    x, right = torch.randn(6, 3, 8, 8), fxpipe.Program._run_local
+    program = fxpipe.compile(Asks(), 2, example_inputs=(x,), microbatches=3)
+
+    def wrong(*args: Any) -> StepResult:
+        found = right(*args)
+        return replace(found, gradients={name: 2 * g for name, g in found.gradients.items()})
+
+    monkeypatch.setattr(fxpipe.Program, "_run_local", wrong)
+    assert str(program.verify(x)).startswith("NOT EXACT")
+
+
+def writes_into_zeros(h: Tensor) -> Tensor:
+    out = torch.zeros(h.shape)
+    out[:, 1:] = h[:, 1:]
+    return out
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        writes_into_zeros,
+        lambda h: h + torch.randn(h.shape, dtype=h.dtype),
+        lambda h: F.alpha_dropout(h, 0.3, training=True),
+        lambda h: h * torch.multinomial(h.detach().softmax(1), 1),
+    ],
+)
+def test_float64_computes_the_same_of_the_same_draws(middle: Callable[[Tensor], Tensor]) -> None:
+    class Middle(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(middle(self.first(x)), y)
+
+    draws = SeededDraws(0, 0, torch.device("cpu"))
+    own = one_device(Middle(), (), batch(), draws)
+    found = Distance.of(own, one_device_wider(Middle(), (), batch(), draws, IN_FLOAT64))
+    assert max(found.loss, *found.gradients.values()) < 1e-5
 
 
 class Foreign(Net):

@@ -178,6 +178,30 @@ def test_statistics_of_the_whole_batch_are_refused_in_several() -> None:
         program(Normed(), 2, ROWS[0], LINE)
 
 
+class Bare(nn.Module):
+    """A norm of what is normalised, whose mean is rounding noise, and a spectrum's average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("spectrum", torch.zeros(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layers(x)
+        self.spectrum.lerp_(torch.fft.fft(h.detach()).mean(0), 0.1)
+        return F.mse_loss(self.norm(h), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_means_of_what_is_normalised_are_noise(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(64, WIDTH, dtype=dtype), Bare().to(dtype)
+    model.spectrum = model.spectrum.to(dtype.to_complex())
+    report = fxpipe.compile(model, 2, example_inputs=(x,), microbatches=1).verify(x)
+    assert report.ok, report
+
+
 class Follows(Writes):
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         self.seen.lerp_(x.std((0, 1)) + self.up[0].weight.detach().amax(1), 0.1)

@@ -65,7 +65,7 @@ def seeded(seed: int, step: int, index: int, device: torch.device) -> Iterator[N
 class SeededDraws(TorchDispatchMode):
     """Runs a model eagerly with every random operation seeded as the compiled program seeds it; counts them.
 
-    `types` are those of the first operands of the draws so far, None where that is no tensor.
+    `types` are those that the draws so far were asked for, or of their first operands, None where that is no tensor.
     """
 
     def __init__(self, seed: int, step: int, device: torch.device) -> None:
@@ -78,7 +78,7 @@ class SeededDraws(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         with seeded(self.seed, self.step, self.count, self.device):
             self.count += 1
-            self.types.append(args[0].dtype if args and isinstance(args[0], torch.Tensor) else None)
+            self.types.append((kwargs or {}).get("dtype") or getattr(next(iter(args), None), "dtype", None))
             return _draw_contiguous(func, args, kwargs or {})
 
 

@@ -96,10 +96,11 @@ def noise_of(ours: StepResult, own: StepResult, wide: StepResult, names: Sequenc
 
     def of(step: StepResult) -> Distance:
         found = Distance.of(replace(step, outputs={}), replace(wide, outputs={}))
-        return replace(found, gradients={name: found.gradients[name] for name in names})
+        return replace(found, gradients={name: found.gradients.get(name, math.inf) for name in names})
 
     found = Nearness(of(ours), of(own), wide="float64")
-    return found if found.own.together <= _SAME and not found.farther else None
+    is_known = found.own.together <= _SAME and all(map(math.isfinite, found.own.gradients.values()))
+    return found if is_known and not found.farther else None
 
 
 def values_of(step: StepResult) -> dict[str, torch.Tensor]:

@@ -118,7 +118,7 @@ class _Wider(TorchDispatchMode):
     """Every operation that would compute in a lower precision computes in a wider type; what it draws is as it was.
 
     Args:
-        drawn: the type of the first operand of every random draw in the step as it is, by its place.
+        drawn: the type of every random draw in the step as it is, by its place.
     """
 
     def __init__(self, drawn: Sequence[torch.dtype | None], wider: Wider) -> None:
@@ -128,14 +128,18 @@ class _Wider(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not is_random(func, args):
-            args, kwargs = pytree.tree_map(lambda value: _widened(value, self._wider), (args, kwargs))
-            return func(*args, **kwargs)
+            args, kwargs = self._widened((args, kwargs))
+            return self._widened(func(*args, **kwargs))  # as zeros of no given type
         dtype = next(self._drawn, None)
-        given = (args[0].to(dtype), *args[1:]) if dtype in self._wider else args
-        found = pytree.tree_map(lambda value: _widened(value, self._wider), func(*given, **kwargs))
+        is_of_tensor = dtype in self._wider and isinstance(args[0], torch.Tensor)
+        given = (args[0].to(dtype), *args[1:]) if is_of_tensor else args
+        found = self._widened(func(*given, **(kwargs | {"dtype": dtype} if "dtype" in kwargs else kwargs)))
         if isinstance(found, tuple):  # of a dropout: its result, and what it has not dropped
             return args[0] * found[1] / (1.0 - float(args[1])), found[1]
         return args[0].copy_(found) if func._schema.is_mutable else found
+
+    def _widened(self, values: Any) -> Any:
+        return pytree.tree_map(lambda value: _widened(value, self._wider), values)
 
 
 def _widened(value: Any, wider: Wider) -> Any:
