@@ -12,6 +12,7 @@ from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.choosing import ranked
+from fxpipe.sampling.estimate import estimate
 from fxpipe.sampling.planning import chosen, planned
 from tests.denoisers import noise
 from tests.distributed import run_processes
@@ -77,6 +78,19 @@ def test_devices_that_are_a_little_slower_make_the_same_behind_a_slow_wire() -> 
     assert expects.seconds == pytest.approx(expects.alone_seconds / 0.9, rel=0.01)
     assert expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.01)
     assert made.verify().ok
+
+
+@pytest.mark.parametrize("stages", [None, 2])
+def test_the_first_copy_shows_while_slower_ones_are_at_work(stages: int | None) -> None:
+    speeds = (1.0, 1.0, 0.5, 0.5, 0.01)
+    wire, device = f"5x1xA100+Ethernet-1*{','.join(map(str, speeds))}", replace(DEVICE, peak_flops=1e11)
+    made = compiled("DiT", 5, cluster=wire, cost_model=device)
+    case, request, setting = asked(made)
+    how = replace(request, world_size=4, copies=2, watching=1, speeds=speeds[:4], cfg=1, stages=stages)
+    layout = chosen(case, replace(how, patches=None if stages else 2))
+    plan, _ = planned(case, layout, made.plan.cluster, made.plan.cost_model)
+    found = compiled("DiT", 5, plan=plan, cluster=None, cost_model=device).simulate(2).makespan_seconds
+    assert estimate(case, layout, setting.cluster, 2, speeds[:4]).seconds == pytest.approx(found, rel=0.05)
 
 
 def test_equal_devices_all_work() -> None:

@@ -60,12 +60,12 @@ def estimated(case: SampleCase, made: Choices, cluster: Cluster, steps: int, spe
             before, ends = max(begun), [at + own.steps[step] for at, own in zip(begun, groups, strict=True)]
             begun = [at + joined for at in _with_others(ends, shown)]
             fresh = fresh if step else max(fresh, max(begun) - before)
-        seconds = max(seconds, *begun)
+        seconds = max(seconds, *(begun if copy else [layout.watched(max(begun), steps)]))  # the first one shows
         of_others = (own.received_bytes + sum(results) - size for own, size in zip(groups, results, strict=True))
         received = max(received, *of_others)
     fullest = max(known.values(), key=lambda one: one.held_bytes)
     weights, held = fullest.weight_bytes, fullest.held_bytes
-    return Estimate(layout.watched(seconds, steps), received, held, fresh, weights, held - weights)
+    return Estimate(seconds, received, held, fresh, weights, held - weights)
 
 
 def _with_others(ends: Sequence[float], shown: Sequence[float]) -> list[float]:

@@ -27,6 +27,7 @@ def estimate(case: SampleCase, made: Choices, cluster: Cluster, steps: int, spee
     if made.spans is not None:
         size = made.grid.of_copy
         copies = {tuple(speeds[first : first + size]) for first in range(0, len(speeds) or 1, size)}
-        found = [Columns(case, made, cluster, own).estimate(steps) for own in copies]
+        shows, others = tuple(speeds[:size]), replace(made, watching=0)
+        found = [Columns(case, made if own == shows else others, cluster, own).estimate(steps) for own in copies]
         return max(found, key=lambda one: one.seconds)
     return estimated(case, made, cluster, steps, speeds)
