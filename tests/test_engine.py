@@ -1,8 +1,10 @@
 """Engines: processes over gloo against threads of one process bit for bit, optimizers, disagreement, faults."""
 
 import os
+import re
 import signal
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -194,6 +196,85 @@ def test_gradients_accumulate_as_on_one_device() -> None:
     engine.step(batch)
     for name, parameter in engine.named_parameters():
         torch.testing.assert_close(parameter.grad, 2 * once[name])
+
+
+class Overflowing(nn.Module):
+    """A loss that is infinite where `limit` is 0, and gradients that are no numbers where it is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.double()
+
+    def forward(self, x: Tensor, limit: Tensor) -> Tensor:
+        h = x
+        for layer in self.layers:
+            h = torch.tanh(layer(h))
+        grown = (h - x).square().mean(1) / limit.clamp(min=0)
+        return torch.where(limit < 0, (h * limit[:, None].clamp(min=0)).square().sum(1).sqrt(), grown).mean()
+
+
+def overflowing(number: int, limit: float) -> dict[str, Tensor]:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    return {"x": x, "limit": torch.full((4,), limit if number == 1 else 1.0, dtype=torch.float64)}
+
+
+def trained_on(limit: float, nonfinite: str, local: bool) -> tuple[str, list[float], dict[str, Tensor]]:
+    """What ended training, the losses, and the weights then."""
+    model, losses, said = Overflowing(), list[float](), ""
+    program = fxpipe.compile(model, 2, example_inputs=overflowing(0, 1.0), microbatches=2, schedule="1f1b")
+    engine: Any = program.local_engine() if local else program.engine()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [overflowing(number, limit) for number in range(4)]
+    try:
+        for loss in engine.train(batches, optimizer, 10.0, nonfinite=nonfinite):
+            losses.append(float(loss))
+    except RunError as error:
+        said = str(error)
+    engine.sync_model()
+    engine.close()
+    return said, losses, model.state_dict()
+
+
+def of_one_device(numbers: list[int]) -> dict[str, Tensor]:
+    model = Overflowing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in numbers:
+        model(**overflowing(number, 1.0)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("limit", "fault"), [(0.0, "the loss is inf"), (-1.0, "the norm of the gradients is nan")])
+def test_a_step_that_is_not_finite_trains_nothing(limit: float, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    said, losses, state = trained_on(limit, "raise", local=True)
+    assert re.fullmatch(rf"step 1: {fault}; weights are as they were before it; .*", said)
+    assert len(losses) == 1
+    torch.testing.assert_close(state, of_one_device([0]), rtol=1e-10, atol=1e-12)
+    said, losses, state = trained_on(limit, "skip", local=True)
+    assert not said
+    assert len(losses) == 4
+    torch.testing.assert_close(state, of_one_device([0, 2, 3]), rtol=1e-10, atol=1e-12)
+    assert f"step 1: {fault}; the optimizer's step is left out" in caplog.text
+    said, _, state = trained_on(limit, "train", local=True)
+    assert not said
+    assert not all(value.isfinite().all() for value in state.values())
+    assert trained_on(limit, "never", local=True)[0] == "nonfinite='never'; give 'raise', 'skip' or 'train'"
+
+
+def not_finite() -> list[Any]:
+    return [trained_on(0.0, "raise", local=False), trained_on(0.0, "skip", local=False)]
+
+
+def test_a_step_that_is_not_finite_ends_all_ranks_alike() -> None:
+    wanted = [trained_on(0.0, how, local=True) for how in ("raise", "skip")]
+    for found in run_processes(2, not_finite):
+        for (said, losses, state), expected in zip(found, wanted, strict=True):
+            assert (said, losses) == expected[:2]
+            torch.testing.assert_close(state, expected[2], rtol=0.0, atol=0.0)
 
 
 def test_counted_bytes_equal_planned_bytes() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -48,6 +48,11 @@ Ahead = tuple[int, Inputs]
 """The step and the tensors of the batch whose frozen work is done."""
 Executed = tuple[torch.Tensor | None, Mapping[str, torch.Tensor], Any]
 """The loss, gradients by shown name, and what is carried to the next step."""
+
+_WHEN_NOT_FINITE = (
+    "weights are as they were before it; look at its batch, lower the learning rate, clip gradients (max_norm=1.0), or "
+    "leave such steps out (nonfinite='skip')"
+)
 
 
 class Optimizer(Protocol):
@@ -132,6 +137,7 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         max_norm: float | None = None,
         scaler: GradScaler | None = None,
         live: Live | None = None,
+        nonfinite: Literal["raise", "skip", "train"] = "raise",
     ) -> Iterator[torch.Tensor]:
         """Train on every batch, one optimizer step each, and yield its loss. A mapping is one batch.
 
@@ -139,15 +145,21 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         `scaler`, of `engine.scaler()`, losses are scaled, and steps whose gradients overflow on any rank left out.
         `live`, of `engine.live()`, is told of every step.
 
+        Where the loss is no finite number, or the norm by which gradients are clipped, all ranks alike leave the
+        optimizer's step out: they raise, or warn and go on with the next batch ("skip"). "train" asks nothing. With a
+        scaler its own verdict counts alone.
+
         Reads one batch ahead. An exception of the loader is raised after the batches before it have been trained on.
         When the loop is left, a further call with the same iterator goes on with what was read ahead.
 
         Raises:
             CompileError: a batch does not fit the program; those before it have been trained on. Or the optimizer has
                 none of the model's parameters.
-            RunError: the loader has written into a batch that it gave, or a rank failed.
+            RunError: the loader has written into a batch that it gave, a loss is not finite, or a rank failed.
         """
         self._require_open("train")
+        if nonfinite not in ("raise", "skip", "train"):
+            raise RunError(f"nonfinite={nonfinite!r}; give 'raise', 'skip' or 'train'")
         require_own(optimizer, self._model, bool(self._trained_here()))
         batches = iter([loader] if isinstance(loader, Mapping) else loader)
         reader = self._reader(loader, batches)
@@ -164,14 +176,18 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
             reader.trained()
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            if max_norm is not None:
-                self.clip_grad_norm_(max_norm)
-            if scaler is None:
-                optimizer.step()
-            else:
+            norm = None if max_norm is None else self.clip_grad_norm_(max_norm)
+            fault = "" if scaler is not None or nonfinite == "train" else _not_finite(loss, norm)
+            if scaler is not None:
                 scaler.step(optimizer)
                 scaler.update()
+            elif not fault:
+                optimizer.step()
             optimizer.zero_grad()
+            if fault and nonfinite == "raise":
+                raise RunError(f"step {self.step_index - 1}: {fault}; {_WHEN_NOT_FINITE}")
+            if fault and self.rank == 0:
+                _log.warning("step %d: %s; the optimizer's step is left out", self.step_index - 1, fault)
             if live is not None:
                 live(loss)
             yield loss
@@ -363,3 +379,10 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         self, plan: StepPlan, step: int, tensors: Inputs, ahead: Ahead | None = None, carried: Any = None
     ) -> Executed:
         """Run one form at a step; it empties `carried`, and leaves what the step returns in `_parts`."""
+
+
+def _not_finite(loss: torch.Tensor, norm: torch.Tensor | None) -> str:
+    """What of these is no finite number, in words; they are one on all ranks."""
+    named = {"the loss": loss, "the norm of the gradients": norm}
+    bad = (f"{name} is {float(one)}" for name, one in named.items() if one is not None and not one.isfinite())
+    return next(bad, "")
