@@ -66,6 +66,7 @@ class Writes(nn.Module):
             h = h + warmth * self.drop(F.silu(layer(h) + up(down(h))))
         self.seen.mul_(0.9).add_(h.detach().square().mean((0, 1)).sqrt(), alpha=0.1)
         self.samples += len(x)
+        self.drawn[0].copy_(F.dropout(h.detach().mean((0, 1)), 0.5))
         self.drawn[1].copy_(torch.randn(WIDTH, dtype=x.dtype))
         h = h + self.norm(h.mT).mT + F.linear(h, self.mean) + self.average(h) + self.teacher(x)
         self.warmth.mul_(0.9)

@@ -100,8 +100,7 @@ class _Seen:
         self.of_batch, self.of_weights = set[fx.Node](), set[fx.Node]()
         for node in graph.nodes:
             kind = node.meta.get("kind") if node.op == "placeholder" else ""
-            is_drawn = node.op == "call_function" and is_random(node.target, node.args)
-            if kind == "input" or is_drawn or not self.of_batch.isdisjoint(node.all_input_nodes):
+            if kind == "input" or _is_drawn(node) or not self.of_batch.isdisjoint(node.all_input_nodes):
                 self.of_batch.add(node)
             elif kind == "parameter" or not self.of_weights.isdisjoint(node.all_input_nodes):
                 self.of_weights.add(node)  # which not all ranks have
@@ -112,7 +111,7 @@ class _Seen:
         found, later = list[fx.Node](), [value] if value in self.of_batch else []
         while later:
             node = later.pop()
-            made_of = [argument for argument in node.all_input_nodes if argument in self.of_batch]
+            made_of = [one for one in node.all_input_nodes if one in self.of_batch and not _is_drawn(node)]
             is_end = not made_of or any(_has_samples(one) for one in made_of) or not self.has_symbols
             if is_end or not self.of_weights.isdisjoint(node.all_input_nodes):
                 found.append(node)
@@ -129,6 +128,10 @@ class _Seen:
         if self.names:
             output.args = ((*before, *self.names),)
         return tuple(self.names.values())
+
+
+def _is_drawn(node: fx.Node) -> bool:
+    return node.op == "call_function" and is_random(node.target, node.args)
 
 
 def _has_samples(node: fx.Node) -> bool:
@@ -151,9 +154,8 @@ def _require_of_own(one: Rewritten) -> None:
     made_of = [*reached([one.new], lambda node: node.all_input_nodes)]
     given = [node for node in made_of if node.op == "placeholder"]
     others = [node for node in given if node.meta["kind"] == "parameter" and node is not one.placeholder]
-    is_drawn = any(node.op == "call_function" and is_random(node.target, node.args) for node in made_of)
     changes = f"it changes the {kind} {one.state!r}"
-    is_seen = is_drawn or any(node.meta["kind"] == "input" for node in given)
+    is_seen = any(map(_is_drawn, made_of)) or any(node.meta["kind"] == "input" for node in given)
     if is_seen and kind == "parameter":
         raise refusal(one.write, f"{changes} by what the batch holds, or is drawn{_LATER if is_trained else _OUTSIDE}")
     if "checkpoint" in one.write.meta:
