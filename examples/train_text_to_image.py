@@ -47,6 +47,7 @@ def parsed() -> argparse.Namespace:
     add("--lr-scheduler", default="constant", help="linear, cosine, constant_with_warmup, ...")
     add("--lr-warmup-steps", type=int, default=0)
     add("--max-grad-norm", type=float, default=1.0)
+    add("--nonfinite", choices=["raise", "skip"], default="raise", help="updates whose gradients are no finite numbers")
     add("--snr-gamma", type=float, help="weigh losses by Min-SNR; 5 is usual")
     add("--caption-dropout", type=float, default=0.1, help="share of samples trained on without their caption")
     add("--lora", action="store_true", help="train adapters of the attention's projections (needs peft)")
@@ -133,6 +134,13 @@ def main() -> None:
             if parameter.grad is not None:
                 parameter.grad /= options.gradient_accumulation_steps
         norm = engine.clip_grad_norm_(options.max_grad_norm)
+        if not (norm.isfinite() or scaler.is_enabled()):  # on all ranks alike
+            fault = f"update {update}: the norm of the gradients is {float(norm)}"
+            if options.nonfinite == "raise":
+                raise SystemExit(f"{fault}; --resume goes on from the last checkpoint, --nonfinite skip leaves it out")
+            print(f"{fault}; it is left out")
+            optimizer.zero_grad()
+            continue
         scaler.step(optimizer)
         scaler.update()
         schedule.step()

@@ -52,6 +52,13 @@ def test_a_run_goes_on_under_torchrun(tmp_path: Path, monkeypatch: pytest.Monkey
         torch.testing.assert_close(other.get_parameter(name), weight, rtol=1e-3, atol=1e-5)
 
 
+def test_gradients_that_are_not_finite_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    with pytest.raises(SystemExit, match="update 2: the norm of the gradients is nan; --resume goes on"):
+        start(str(tmp_path), "--learning-rate", "1e30", "--lr-scheduler", "constant")
+
+
 def test_images_are_read_with_their_captions(tmp_path: Path) -> None:
     for name, size in (("a", (8, 4)), ("b", (4, 6))):
         Image.new("RGB", size, (255, 0, 0)).save(tmp_path / f"{name}.png")
