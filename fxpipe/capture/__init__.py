@@ -27,7 +27,7 @@ surroundings     where forward runs, and in which precision
 
 import operator
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -50,7 +50,7 @@ from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.outputs import Found, drop_unknown, is_number, outputs_of, separate, sinks
 from fxpipe.capture.randomness import Draw
 from fxpipe.capture.sizes import alike_sizes, expression
-from fxpipe.capture.updates import Update, refuse_all, require_plain, taken_out
+from fxpipe.capture.updates import Update, refuse_all, require_plain, require_seen, taken_out
 from fxpipe.capture.weights import check_weights
 from fxpipe.errors import CaptureError, ValuesError
 
@@ -222,7 +222,7 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     expand_attention_dropout(graph)
     draws = hoist_draws(graph, constants)
     outputs, left_out = drop_unknown(graph, [*outputs, *seen])
-    _require_written(updates, left_out)
+    require_seen(updates, left_out)
     graph.eliminate_dead_code(is_impure_node=_has_effect)
     _refuse_values(graph)
     _mark_requires_grad(graph, wanted, tensors)
@@ -285,15 +285,6 @@ def _name_placeholders(model: nn.Module, exported: Exported) -> tuple[dict[str, 
             node.meta["kind"] = "parameter" if spec.kind is kinds.PARAMETER else "buffer"
             node.meta["state"] = tensors[node.name] = str(spec.target).removeprefix("model.")
     return tensors, as_held(model, constants)
-
-
-def _require_written(updates: Sequence[Update], left_out: Collection[str]) -> None:
-    for update in updates:
-        if not set(update.seen).isdisjoint(left_out):
-            raise CaptureError(
-                f"forward writes into {update.name!r} by tensors whose size depends on what others hold; keep them of "
-                "fixed size (torch.where instead of a mask index)"
-            )
 
 
 def _refuse_foreign_gradients(

@@ -141,6 +141,16 @@ def _has_samples(node: fx.Node) -> bool:
     return isinstance(value, torch.SymInt | torch.SymFloat) or any(not isinstance(size, int) for size in sizes)
 
 
+def require_seen(updates: Iterable[Update], left_out: Collection[str]) -> None:
+    """Refuse writes that are made of outputs that a step does not return."""
+    for update in updates:
+        if not set(update.seen).isdisjoint(left_out):
+            raise CaptureError(
+                f"forward writes into {update.name!r} by tensors whose size depends on what others hold; keep them of "
+                "fixed size (torch.where instead of a mask index)"
+            )
+
+
 def refuse_all(rewritten: Iterable[Rewritten]) -> None:
     """Refuse a denoiser's writes."""
     for one in rewritten:

@@ -276,7 +276,8 @@ class Engine(Training):
         if form not in self._makers:
             self._makers[form] = self._owned(mine)
         makers = self._makers[form]
-        values = {key: mine.get(key, torch.empty(s, dtype=t, device=self.device)) for key, (_, s, t) in makers.items()}
+        others = {key: made for key, made in makers.items() if key not in mine}
+        values = mine | {key: torch.empty(s, dtype=t, device=self.device) for key, (_, s, t) in others.items()}
         ranks = range(self._plan.world_size)
         copies = [(values[key], src, dst) for key, (src, *_) in makers.items() for dst in ranks if dst != src]
         self._transport.copy_values(copies, "what forward writes into the model")
