@@ -137,6 +137,21 @@ def test_models_of_several_types() -> None:
     assert program.run_local(**batch(dtype=torch.bfloat16)).loss.dtype == torch.bfloat16
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(6, 6), nn.LSTM(6, 6, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(self.first(x))[0], x)
+
+
+def test_recurrent_layers_in_float32_are_exact() -> None:
+    x = torch.randn(4, 3, 6)
+    report = fxpipe.compile(Recurrent(), 2, example_inputs=(x,), microbatches=2).verify(x)
+    assert report.ok, report
+
+
 class LossCast(Net):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return super().forward(x, y).bfloat16()

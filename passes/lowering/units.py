@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture import Capture
+from fxpipe.capture import Capture, private
 from fxpipe.capture.sizes import concrete
 from fxpipe.plan.block_graph import is_size
 from passes.costs.local import STATE_KINDS, with_local
@@ -140,6 +140,8 @@ def _as_marked(node: fx.Node) -> AbstractContextManager[object]:
     if "autocast" in node.meta:
         device, dtype, enabled = node.meta["autocast"]
         stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+    if private.packet_name(node.target) == "lstm":  # a graph cannot call the gradient of oneDNN's, of float32
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
     return stack
 
 
