@@ -116,6 +116,19 @@ def test_every_tensor_is_written_once(saved: tuple[Path, Any]) -> None:
     assert {f"model.{name}" for name in Adapted().state_dict()} < keys.keys()
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.bfloat16, torch.bool, torch.int64])
+def test_a_part_holds_tensors_of_any_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {
+        "scalar": torch.tensor(1).to(dtype),
+        "views": torch.arange(12).reshape(3, 4).to(dtype).T,
+        "none": torch.empty(0, 2).to(dtype),
+    }
+    path = tmp_path / parts.part_name(0, 1)
+    parts.write_part(path, tensors, {})
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(parts.Part(path).tensor(name), tensor, rtol=0.0, atol=0.0)
+
+
 def test_weights_that_are_frozen_can_be_left_out(tmp_path: Path) -> None:
     model = Adapted("adapters")
     program = fxpipe.compile(model, 2, example_inputs=batch(0, ROWS), microbatches=2, **LINE)

@@ -23,6 +23,8 @@ from safetensors.torch import save_file
 from fxpipe.errors import RunError
 from fxpipe.run.agreement import checksum
 
+_PAIRS = torch.complex128  # which the format does not have: pairs of float64
+
 
 def part_name(rank: int, num_ranks: int) -> str:
     return f"rank-{rank}-of-{num_ranks}.safetensors"
@@ -36,7 +38,8 @@ def write_part(path: Path, tensors: Mapping[str, torch.Tensor], body: Mapping[st
     packed = _packed(tensors)
     text = json.dumps({**body, "sums": {key: tensor_sum(tensor) for key, tensor in packed.items()}})
     unnamed = path.with_suffix(".unfinished")
-    save_file(packed, unnamed, {"fxpipe": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+    files = {key: torch.view_as_real(one) if one.dtype == _PAIRS else one for key, one in packed.items()}
+    save_file(files, unnamed, {"fxpipe": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
     sync(unnamed)
     unnamed.rename(path)
 
@@ -87,6 +90,8 @@ class Part:
             tensor: torch.Tensor = self._file.get_tensor(key)
         except (OSError, SafetensorError) as error:
             raise RunError(f"{self.path.name}, {key} cannot be read: {error}") from error
+        if self.sums[key][0] == str(_PAIRS):
+            tensor = torch.view_as_complex(tensor.clone())  # the file is not aligned for such numbers
         if tensor_sum(tensor) != self.sums[key]:
             raise RunError(f"{self.path.name}: {key} is not what was written")
         return tensor.clone()  # out of the file, which may be removed
