@@ -54,6 +54,14 @@ def test_one_slow_rank_costs_what_its_share_is(name: str, mode: str) -> None:
     assert slow.plan.expects.seconds == pytest.approx(took, rel=0.1)
 
 
+@pytest.mark.parametrize("mode", ["exact", "displaced"])
+def test_groups_of_stages_take_as_long_as_the_slowest_of_them(mode: str) -> None:
+    """Not as one that has the slowest of all groups at each place."""
+    slow = compiled("4xA100*1,0.5,0.5,1", mode=mode, cfg=2, stages=2)
+    assert slow.plan.expects is not None
+    assert slow.plan.expects.seconds == pytest.approx(slow.simulate(6).makespan_seconds, rel=0.02)
+
+
 def test_what_is_left_open_is_chosen_by_speeds() -> None:
     slow = compiled("4xA100*1,1,1,0.25")
     assert slow.grid.groups == 1  # of two groups of two ranks one would wait for the slow rank

@@ -1,8 +1,7 @@
 """Columns of ranks, samples or patches one after the other through them: cells of the line, hops between them.
 
 Of equal patches beside each other in a column the first one says what all take; where bounds are uneven, each is seen,
-and values that cross and memory are those of the one with the most rows. Where a copy's ranks have different speeds,
-the slowest of all groups counts for each rank of a group.
+and values that cross and memory are those of the one with the most rows. Speeds are those of one group's ranks.
 """
 
 from collections import Counter
@@ -31,8 +30,7 @@ class Columns(Layout):
     def __init__(self, case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence[float] = ()) -> None:
         super().__init__(case, made, cluster)
         assert made.spans is not None
-        places = self.grid.stages * self.grid.patches
-        self.speeds = [min(speeds[place::places]) for place in range(places)] if speeds else [1.0] * places
+        self.speeds = speeds or [1.0] * (self.grid.stages * self.grid.patches)
         alike = not speeds and made.bounds == even_bounds(made.bounds[-1], len(made.bounds) - 1)
         self.seen = (0,) if alike else seen_patches(made, self.speeds[: self.grid.patches])
         self.run = case.run_size(self.grid)

@@ -25,9 +25,10 @@ def estimate(case: SampleCase, made: Choices, cluster: Cluster, steps: int, spee
         own, warm = (estimate(case, one, cluster, steps, speeds) for one in (replace(made, warm=None), made.warm))
         return own.warmed(warm, min(made.how.num_warm, steps))
     if made.spans is not None:
-        size = made.grid.of_copy
-        copies = {tuple(speeds[first : first + size]) for first in range(0, len(speeds) or 1, size)}
-        shows, others = tuple(speeds[:size]), replace(made, watching=0)
-        found = [Columns(case, made if own == shows else others, cluster, own).estimate(steps) for own in copies]
+        size, of_copy = made.grid.stages * made.grid.patches, made.grid.of_copy
+        firsts = range(0, len(speeds) or 1, size)
+        groups = {(tuple(speeds[at : at + size]), at < of_copy): None for at in firsts}
+        others = replace(made, watching=0)
+        found = [Columns(case, made if shows else others, cluster, own).estimate(steps) for own, shows in groups]
         return max(found, key=lambda one: one.seconds)
     return estimated(case, made, cluster, steps, speeds)
