@@ -20,6 +20,7 @@ from fxpipe.plan.sample_grid import Grid, grid_for
 from fxpipe.plan.transport import Transport
 from fxpipe.run.sampling import BoundProgram, SampleRun
 from fxpipe.run.transport import run_ranks
+from fxpipe.sampling.spread import Spread
 from tests.distributed import run_processes
 from tests.live_bytes import LiveBytes
 from tests.test_memory import OwnBuffers
@@ -221,6 +222,22 @@ def test_displaced_steps_are_near_and_exact_where_nothing_changes(
     assert torch.equal(image(fast), found)  # nothing of a call is left to the next
     exact = fxpipe.compile_sampler(pipe, 4, example=call(), patches=2, mode="displaced", warmup=_STEPS)
     assert same(image(exact.pipeline()), wanted)
+
+
+def test_a_few_steps_of_either_kind_are_verified(
+    pipe: StableDiffusionPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fxpipe.compile_sampler(pipe, 4, example=call(), patches=2, mode="displaced", warmup=10**6)
+    predict, steps = Spread.predict, list[Any]()
+
+    def spoilt(*given: Any) -> Any:
+        steps.append(predict(*given))
+        return tuple(value + (len(steps) == 1) for value in steps[-1])
+
+    assert made.verify().ok
+    monkeypatch.setattr(Spread, "predict", spoilt)
+    assert not made.verify().ok
+    assert len(steps) == 5
 
 
 def test_a_call_that_fails_leaves_nothing(displaced: fxpipe.Sampler) -> None:

@@ -136,6 +136,11 @@ class Ranks(ABC):
             assert self._num_steps is not None
             return self._next(self._num_steps, step, state, tensors, stream)
 
+    def begin_at(self, count: int, step: SampleStep, stream: str) -> None:
+        """In the call that is open, after so many steps of a stream, which are left out."""
+        assert self._num_steps is not None
+        self._num_steps[stream, step] = count
+
     def _next(
         self, num_steps: Counts, step: SampleStep, state: Tensors, tensors: Tensors, stream: str | None
     ) -> torch.Tensor:

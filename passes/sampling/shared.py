@@ -38,5 +38,6 @@ def require_rows(plan: RowPlan) -> None:
         node = plan.sized.result
         raise CompileError(
             f"module {node.meta.get('path') or '(the model itself)'}: the prediction ({node.name}) is not made row by "
-            "row, so patches that follow each other through stages would each make another; use mode='exact'"
+            "row, so patches that follow each other through stages would each make another; use mode='exact', or "
+            "stages=1 with a rank for each patch"
         )
