@@ -91,6 +91,19 @@ def test_outputs_are_one_devices(world_size: int, options: dict[str, Any]) -> No
     assert "output hits: 1.00e+00  <-- HERE" in str(replace(found, outputs=broken))
 
 
+class Counting(Returning):
+    def forward(self, pixels: Tensor, tokens: Tensor, time: Tensor) -> Any:
+        loss, _ = super().forward(pixels, tokens, time)
+        return loss, {"samples": pixels.shape[0]}
+
+
+def test_a_size_is_left_out_by_its_name() -> None:
+    """And nothing that torch knows of it."""
+    with pytest.warns(UserWarning, match="forward also returns samples, ") as said:
+        compiled(1, Counting(), schedule="gpipe", microbatches=2)
+    assert len(said) == 1
+
+
 def test_outputs_cost_no_backward() -> None:
     """Gradients take the graphs that they take without outputs."""
     programs = [compiled(2, schedule="1f1b", microbatches=2)]

@@ -80,11 +80,14 @@ def apart(value: Any, seen: set[int] | None = None) -> Any:
 def has_attributes(one: object) -> bool:
     """Whether an object is all that its attributes say: of a plain class, which has no way of its own to copy one."""
     kind = type(one)
-    if callable(one) or isinstance(one, torch.Tensor | enum.Enum) or not hasattr(one, "__dict__"):
+    if callable(one) or isinstance(one, _WHOLE) or not hasattr(one, "__dict__"):
         return False
     own = kind.__new__, kind.__reduce__, kind.__reduce_ex__
     plain = own == (object.__new__, object.__reduce__, object.__reduce_ex__)
     return plain and not hasattr(kind, "__slots__") and not hasattr(kind, "__setstate__")
+
+
+_WHOLE = torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | enum.Enum  # sizes know their whole trace
 
 
 def together(value: Any) -> Any:
