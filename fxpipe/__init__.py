@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from fxpipe.sample_compiler import compile_sampler
     from fxpipe.sampler import Sampler
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CaptureError",
     "Cluster",
@@ -80,6 +82,10 @@ _LAZY = {
     "tokenize": "fxpipe.models.pipeline_steps",
     "training_step": "fxpipe.models.pipeline_steps",
 }
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

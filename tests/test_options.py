@@ -1,5 +1,6 @@
 """Wrong options of `fxpipe.compile` and what the user is told."""
 
+import pydoc
 import textwrap
 from typing import Any
 
@@ -214,3 +215,9 @@ def test_examples_without_samples_and_scripts_are_refused(model: nn.Module, x: t
         fxpipe.compile(model, 2, example_inputs=(x,), schedule="1f1b")
     with pytest.raises(fxpipe.CompileError, match=says):
         fxpipe.compile_sampler(model, 2, example={"input": x}, sample={"input": 1}, patches=2)
+
+
+def test_help_and_completion_know_what_is_loaded_on_first_use() -> None:
+    text = pydoc.plain(pydoc.render_doc(fxpipe))
+    assert all(said in text for said in ("class Program(", "class Sampler(", "\n    compile(", fxpipe.__version__))
+    assert {*fxpipe.__all__} <= {*dir(fxpipe)}
