@@ -26,7 +26,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    path = tmp_path_factory.mktemp("plans") / "new" / "plan.json"
     code, stdout, _ = invoke("tune", FROZEN, *GIVEN, "--save", str(path))
     assert code == 0
     assert stdout.splitlines()[-1] == str(path)

@@ -1,5 +1,6 @@
 """The tuner: bounds that hold, limits that are kept, reasons that are told; odd numbers of ranks, tight memory."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,7 +19,7 @@ from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
 from passes.case import Case
 from passes.tuner.candidates import candidates
-from passes.tuner.plans import tuned
+from passes.tuner.plans import make_plan, tuned
 from passes.tuner.request import Request
 from passes.tuner.search import Found, NothingFits, search
 from passes.tuner.simulate import simulate
@@ -222,6 +223,22 @@ def test_everything_left_open_compiles_and_is_exact() -> None:
         program = fxpipe.compile(model, world_size, batch_size=batch_size, cost_model=Slow(), budget=0.2)
         assert program.plan.outcomes[0].why == ""
         assert program.verify(**model.example_inputs(batch_size)).ok
+
+
+def test_ranks_that_mostly_wait_are_told_to_be_too_many() -> None:
+    """Eight stages for two micro-batches wait for at least 7 of 9 parts of a step."""
+    plans = [found_plan(8, stages=8), found_plan(2, stages=2)]
+    said = [[note for note in plan.notes if "wait" in note] for plan in plans]
+    assert re.fullmatch(
+        r"ranks wait for [789]\d% of a step, and [12] ranks? that never wait would do: use fewer, or more samples",
+        *said[0],
+    )
+    assert not said[1]
+
+
+def found_plan(world_size: int, **asked: Any) -> fxpipe.Plan:
+    request = Request("1f1b", world_size, 8, microbatches=2, data_parallel=1, **asked)
+    return make_plan(on(world_size, 8), request, None)
 
 
 def test_fixed_requests_are_kept() -> None:

@@ -166,8 +166,10 @@ class SavedPlan(ABC):
 
     def save(self, path: str | Path) -> Path:
         """Write it as JSON."""
-        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-        return Path(path)
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        return path
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -4,6 +4,7 @@
 a schedule         its own placement
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.explanation import rivals
 from fxpipe.plan.plan import Plan, microbatch_sizes
 from fxpipe.plan.plan_check import unlike_replicas
-from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.schedule import Schedule, counted
 from fxpipe.plan.schedule_check import require
 from fxpipe.plan.staged import PlannedCut, Staged
 from fxpipe.plan.timeline import human_seconds
@@ -35,6 +36,8 @@ from passes.tuner.trials import Trials
 
 _USABLE = 0.95
 """Of a device's memory: kernels and the allocator need some more than is counted."""
+_BUSY = 0.3
+"""Of a step, on average over ranks: where they compute for less, a plan says so."""
 
 
 def make_plan(case: Case, request: Request, device_bytes: int | None) -> Plan:
@@ -190,7 +193,7 @@ def _plan(case: Case, best: Trial, notes: tuple[str, ...]) -> Plan:
         labels=tuple(_labels(case, staged, times)), components=case.frozen.names,
         step=step.schedule, steady=None if steady is None else steady.schedule,
         predicted={form: simulated.prediction for form, simulated in forms.items()},
-        notes=(*notes, *fold_notes(case.graph, times, staged), *_remarks(case, staged, step)),
+        notes=(*notes, *fold_notes(case.graph, times, staged), *_remarks(case, staged, step), *_waits(best.simulated)),
     )  # fmt: skip
 
 
@@ -202,6 +205,14 @@ def _labels(case: Case, staged: Staged, times: BlockSeconds) -> Iterator[str]:
         names = [case.graph.blocks[block].name for block in blocks]
         span = "(empty)" if not names else names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
         yield f"{sum(times.total[block] for block in blocks) / total:5.1%}  {span}"
+
+
+def _waits(step: Simulated) -> Iterator[str]:
+    """Of ranks that mostly wait, how few would do."""
+    busy = 1 - step.clock.idle_share
+    if busy < _BUSY:
+        few = counted(math.ceil(len(step.schedule.ranks) * busy), "rank")
+        yield f"ranks wait for {1 - busy:.0%} of a step, and {few} that never wait would do: use fewer, or more samples"
 
 
 def _remarks(case: Case, staged: Staged, step: Simulated) -> Iterator[str]:
