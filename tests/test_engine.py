@@ -3,7 +3,9 @@
 import os
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,6 +265,30 @@ def test_a_step_that_is_not_finite_trains_nothing(limit: float, fault: str, capl
     assert not said
     assert not all(value.isfinite().all() for value in state.values())
     assert trained_on(limit, "never", local=True)[0] == "nonfinite='never'; give 'raise', 'skip' or 'train'"
+
+
+WRONG: list[tuple[str, Callable[[Any, Any, Path], object], str]] = [
+    ("extra", lambda engine, _, path: engine.save(path, extra=[1]), r"extra is \[1\]; give a dict"),
+    ("extra to load", lambda engine, _, path: engine.load(path, extra=[1]), r"extra is \[1\]; give a dict"),
+    ("directory", lambda engine, *_: engine.save(None), "directory is None; give the path"),
+    ("no max_norm", lambda engine, *_: engine.clip_grad_norm_(None), "max_norm is None; give a number"),
+    ("negative max_norm", lambda engine, *_: engine.clip_grad_norm_(-1), "max_norm is -1; give a number, 0 or more"),
+    ("loader", lambda engine, optimizer, _: next(engine.train(5, optimizer)), "not iterable: give batches"),
+    (
+        "step_index",
+        lambda engine, *_: setattr(engine, "step_index", "a") or engine.step(None),
+        "step_index is 'a'; set",
+    ),
+    ("seed", lambda engine, *_: setattr(engine, "seed", 1.5) or engine.step(None), "seed is 1.5; set engine.seed to a"),
+]
+
+
+def test_wrong_arguments_are_refused_in_words(tmp_path: Path) -> None:
+    program, model = _compile("dropout", 1, "gpipe")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _, call, says in WRONG:
+        with pytest.raises(RunError, match=says):
+            call(program.local_engine(), optimizer, tmp_path)
 
 
 def not_finite() -> list[Any]:

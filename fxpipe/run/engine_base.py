@@ -8,7 +8,7 @@ The answers here are those of one process that runs all ranks; an engine of one 
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -53,6 +53,9 @@ class EngineBase:
         """Before every call: nothing that failed has left weights on the host, and averages are watched."""
         if self._closed:
             raise RunError(f"{call} after close(): call it before, or make another engine of the program")
+        for name, value in {"seed": self.seed, "step_index": self.step_index}.items():
+            if not isinstance(value, SupportsIndex):
+                raise RunError(f"{name} is {value!r}; set engine.{name} to a whole number")
         watch_averages()
         put_back(self._model.parameters())
 

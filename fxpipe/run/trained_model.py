@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class TrainedModel(EngineBase, ABC):
         On a rank of several torch's own function would clip by the norm of what is trained there.
         """
         self._require_open("clip_grad_norm_")
+        if not (isinstance(max_norm, Real | torch.Tensor) and max_norm >= 0):
+            raise RunError(f"max_norm is {max_norm!r}; give a number, 0 or more (math.inf clips nothing)")
         given = self._model.parameters() if parameters is None else parameters
         clipped = [given] if isinstance(given, nn.Parameter) else [*given]
         own = {id(parameter): name for name, parameter in self._model.named_parameters()}

@@ -161,7 +161,10 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
         if nonfinite not in ("raise", "skip", "train"):
             raise RunError(f"nonfinite={nonfinite!r}; give 'raise', 'skip' or 'train'")
         require_own(optimizer, self._model, bool(self._trained_here()))
-        batches = iter([loader] if isinstance(loader, Mapping) else loader)
+        try:
+            batches = iter([loader] if isinstance(loader, Mapping) else loader)
+        except TypeError as error:
+            raise RunError(f"{error}: give batches, such as engine.dataloader(dataset), or one batch") from error
         reader = self._reader(loader, batches)
         self._last_read = loader, reader
         while (pair := self._read(reader)) is not None:

@@ -4,6 +4,7 @@ engine.save("run", optimizer, scheduler=scheduler)         run/step-200     each
 engine.load("run", optimizer, scheduler=scheduler)         the newest that is whole, into any layout
 """
 
+import os
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,6 +62,7 @@ class EngineSaves(EngineBase):
                 can go on, and the last complete checkpoint is loaded as before.
         """
         self._require_open("save")
+        _require_named(directory, extra)
         if keep < 1:
             raise RunError(f"keep={keep}: at least the checkpoint itself is kept, 1")
         for ahead in [name for name, value in (extra or {}).items() if self._is_ahead(value)]:
@@ -116,6 +118,7 @@ class EngineSaves(EngineBase):
                 been changed then, on any rank.
         """
         self._require_open("load")
+        _require_named(directory, extra)
         self._finish()
         folder = Path(directory).resolve()
         self._alike("load", {
@@ -162,3 +165,10 @@ class EngineSaves(EngineBase):
     @abstractmethod
     def _forget_batches(self) -> None:
         """What was read or made ahead belongs to another run."""
+
+
+def _require_named(directory: object, extra: object) -> None:
+    if not isinstance(directory, str | os.PathLike):
+        raise RunError(f"directory is {directory!r}; give the path of the run's folder")
+    if not isinstance(extra, Mapping | None):
+        raise RunError(f"extra is {extra!r}; give a dict of what is saved besides, by names of your own")
