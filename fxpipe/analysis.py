@@ -317,9 +317,11 @@ def _captured(
                 return of(inputs, cut.of_samples(inputs.batch_size) if cut.of_samples else cut.microbatches)
             except CompileError as error:
                 raise CompileError(f"{error}; {inputs.notes[0]}") from error.__cause__
-    except CompileError:
+    except CompileError as error:
         if not (cut.or_whole and refused):
-            raise
+            if not (hint := example.inputs.grouped):
+                raise
+            raise CompileError(f"{error}; {hint}") from error.__cause__
         return refused[0], analyse_batch(refused[0], 1), 1
 
 

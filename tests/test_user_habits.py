@@ -208,6 +208,20 @@ def test_rows_that_are_grouped_are_told_to_be_samples(count: int, says: str) -> 
         fxpipe.compile(Grouped().double(), 2, example_inputs=(torch.randn(9, 4).double(),), microbatches=count)
 
 
+class Video(Grouped):
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        frames = self.first(x).view(len(t), -1, 4) * t[:, None, None]
+        return self.last(frames.softmax(1)).square().mean()
+
+
+@pytest.mark.parametrize("asked", [{"microbatches": 2}, {"microbatches": 2, "batch_size": 3}])
+def test_frames_beside_samples_are_told_to_be_given_as_samples(asked: dict[str, int]) -> None:
+    batch = torch.randn(12, 4), torch.rand(3)
+    says = r"if x has 4 rows for every sample of t, .* give it as \[3, 4, \.\.\.\] and flatten it in forward$"
+    with pytest.raises(CompileError, match=says):
+        fxpipe.compile(Video(), 2, example_inputs=batch, schedule="1f1b", **asked)
+
+
 class Autoencoder(Grouped):
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         reached = self.last(torch.tanh(self.first(x)))

@@ -78,6 +78,23 @@ class InputSpec:
         text = f"forward cuts the batch into {self.rows} parts: a sample is {self.rows} rows of the batch, one of each"
         return (text,)[: self.rows - 1]
 
+    @property
+    def grouped(self) -> str:
+        """What to do should an input have several rows of every sample of another; empty where none can."""
+        size = self.batch_size
+        rows = {leaf.name: size if leaf.batched else leaf.shape[0] for leaf in self.leaves if leaf.shape}
+        fewest = min(
+            (name for name in rows if 1 < rows[name] and size % rows[name] == 0), key=rows.__getitem__, default=""
+        )
+        for name, count in rows.items():
+            each, rest = divmod(count, rows.get(fewest, count))
+            if each > 1 and not rest:
+                return (
+                    f"if {name} has {each} rows for every sample of {fewest}, as the frames of videos, give it as "
+                    f"[{rows[fewest]}, {each}, ...] and flatten it in forward"
+                )
+        return ""
+
     def of_rows(self, rows: int) -> "InputSpec":
         """The same call with so many rows to a sample; CompileError where they do not divide the batch."""
         if self.batch_size % rows:

@@ -14,7 +14,8 @@ from fxpipe.plan.block_graph import Block, BlockGraph, Component, Edge, Fault, O
 def require(graph: BlockGraph, capture: Capture) -> None:
     """Raise CompileError with the faults shown in the printed block graph; the user's model is not to blame."""
     if faults := check(graph, capture):
-        raise CompileError(f"the block graph is wrong, by an error in fxpipe; please report it:\n{graph.text(faults)}")
+        told = f"the block graph is wrong, by an error in fxpipe; please report it:\n{graph.text(faults)}"
+        raise CompileError("\n".join([told, capture.inputs.grouped]).rstrip())
 
 
 def check(graph: BlockGraph, capture: Capture) -> tuple[Fault, ...]:
