@@ -115,7 +115,9 @@ def main() -> None:
     if average is not None:
         run["extra"]["average"] = average
     if options.resume and fxpipe.checkpoints(saved):
-        engine.load(saved, optimizer, **run)
+        loaded = engine.load(saved, optimizer, **run)
+        if FIRST:
+            print(f"goes on from {loaded.folder}")
     loader = engine.dataloader(
         images, shuffle=True, seed=options.seed, collate_fn=collated, num_workers=options.dataloader_num_workers
     )
@@ -123,7 +125,7 @@ def main() -> None:
     log = Log(options.output_dir)
     total = options.max_train_steps * options.gradient_accumulation_steps
     live = engine.live(total, every=options.gradient_accumulation_steps)
-    for batch, following in islice(pairs(loader), total - engine.step_index):
+    for batch, following in islice(pairs(loader), max(0, total - engine.step_index)):
         loss = engine.step(batch, following, scaler)  # the next batch is encoded in this step's idle time
         live(loss)
         update, left = divmod(engine.step_index, options.gradient_accumulation_steps)
