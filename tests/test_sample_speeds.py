@@ -54,6 +54,19 @@ def test_one_slow_rank_costs_what_its_share_is(name: str, mode: str) -> None:
     assert slow.plan.expects.seconds == pytest.approx(took, rel=0.1)
 
 
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("mode", ["exact", "displaced"])
+def test_one_slow_stage_has_less_of_the_denoiser(mode: str, fold: bool) -> None:
+    how: dict[str, Any] = {"mode": mode, "cfg": 1, "stages": 4, "fold": fold}
+    slow, alike = compiled("4xA100*1,0.4,1,1", **how), compiled("4xA100", **how)
+    took = slow.simulate(6).makespan_seconds
+    assert took <= 1.15 * alike.simulate(6).makespan_seconds * 4 / 3.4
+    assert slow.plan.expects is not None
+    assert slow.plan.expects.seconds == pytest.approx(took, rel=0.1)
+    assert slow.verify().ok
+    assert compiled("4xA100*1,0.4,1,1", plan=slow.plan).plan == slow.plan
+
+
 @pytest.mark.parametrize("mode", ["exact", "displaced"])
 def test_groups_of_stages_take_as_long_as_the_slowest_of_them(mode: str) -> None:
     """Not as one that has the slowest of all groups at each place."""

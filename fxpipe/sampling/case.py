@@ -154,9 +154,11 @@ class SampleCase:
         return late_blocks(self.rows(num_samples), *given, count)
 
     @_once
-    def spans(self, num_samples: int, columns: int, fold: bool | None) -> tuple[StageSpan, ...]:
-        """Stages of so many samples for so many columns of ranks."""
-        return stage_spans(self.blocks(num_samples, num_blocks(columns)), columns, fold)
+    def spans(
+        self, num_samples: int, columns: int, fold: bool | None, speeds: tuple[float, ...]
+    ) -> tuple[StageSpan, ...]:
+        """Stages of so many samples for so many columns of ranks, of these speeds if these are not all the same."""
+        return stage_spans(self.blocks(num_samples, num_blocks(columns)), columns, fold, speeds)
 
     def node_seconds(self, num_samples: int) -> dict[str, float]:
         """Of every operation on so many samples, by its name."""

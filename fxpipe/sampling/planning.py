@@ -83,7 +83,8 @@ def chosen(case: SampleCase, request: Request) -> Choices:
     order = IN_TURN if request.in_turn else "rows" if grid.stages == 1 else "samples in turn"
     spans = None
     if order != "rows":
-        spans = case.spans(case.run_size(grid), grid.stages, request.fold)
+        speeds = column_speeds(request.speeds, grid, bounds)
+        spans = case.spans(case.run_size(grid), grid.stages, request.fold, speeds)
     return Choices(grid, spans, bounds, text_first, order, request.how, watching=request.watching)
 
 
@@ -274,6 +275,17 @@ def bounds_of(case: SampleCase, request: Request, grid: Grid) -> tuple[tuple[int
 def patch_speeds(speeds: Sequence[float], grid: Grid) -> list[float]:
     """Of every patch the speed of the slowest rank that has it; none where ranks are equal."""
     return [min(speeds[patch :: grid.patches]) for patch in range(grid.patches)] if speeds else []
+
+
+def column_speeds(speeds: Sequence[float], grid: Grid, bounds: Sequence[int]) -> tuple[float, ...]:
+    """Of every column that of the rank that takes the longest for its rows; none where ranks are equal."""
+    if not speeds:
+        return ()
+    rows = [(stop - start) * grid.patches / bounds[-1] for start, stop in pairwise(bounds[:: grid.turns])]
+    by_rows = [speed / rows[rank % grid.patches] for rank, speed in enumerate(speeds)]
+    firsts = [by_rows[patch :: grid.patches] for patch in range(grid.patches)]  # a rank of every column, group by group
+    slowest = [*map(min, zip(*firsts, strict=True))]
+    return tuple(min(slowest[column :: grid.stages]) for column in range(grid.stages))
 
 
 def seen_patches(made: Choices, speeds: Sequence[float] = ()) -> tuple[int, ...]:

@@ -4,8 +4,9 @@
     fold, 3 columns            conv_in | res0 | res1 mid up0 | up1 | out   stages 0 1 2 3 4 on columns 0 1 2 1 0
 
 What is known before the patch (text, time embeddings, positions) belongs to no stage: whoever reads it computes it.
-The busiest column decides how fast patches follow each other, so it is made as light as it can be; among cuts that are
-nearly as good the one with the fewest bytes on the wire is taken. A fold keeps both ends of a skip on one column.
+The busiest column decides how fast patches follow each other, so it is made as light as it can be, a slower one the
+lighter; among cuts that are nearly as good the one with the fewest bytes on the wire is taken. A fold keeps both ends
+of a skip on one column.
 """
 
 from bisect import bisect_right
@@ -110,10 +111,13 @@ def late_blocks(
     return LateBlocks(plan.sized, cut, seconds, frozenset(calls).difference(late))
 
 
-def stage_spans(late: LateBlocks, columns: int, fold: bool | None) -> tuple[StageSpan, ...]:
+def stage_spans(
+    late: LateBlocks, columns: int, fold: bool | None, speeds: Sequence[float] = ()
+) -> tuple[StageSpan, ...]:
     """Stages for so many columns of ranks.
 
     Args:
+        speeds: of every column; all the same where left out.
         fold: whether the line is folded, so that a column has two stages; where fewer bytes cross, if left out.
 
     Raises:
@@ -126,7 +130,7 @@ def stage_spans(late: LateBlocks, columns: int, fold: bool | None) -> tuple[Stag
         )
     values = list(_values(late.sized.nodes, [block.nodes for block in late.blocks]))
     ways = (False, True) if fold is None else (fold,)
-    found = [_columns(late.seconds, values, columns, way) for way in ways]
+    found = [_columns(late.seconds, values, speeds or [1.0] * columns, way) for way in ways]
     _, bounds = min(found, key=lambda way: (way[0], _sent(values, way[1], count)))
     edges = [(0, count), *bounds]
     spans = [(edges[c][0], edges[c + 1][0], c) for c in range(len(bounds))]
@@ -162,29 +166,31 @@ def _values(nodes: Mapping[str, fx.Node], runs: Sequence[Sequence[str]]) -> Iter
 
 
 def _columns(
-    seconds: Sequence[float], values: Sequence[tuple[int, int, set[int]]], columns: int, fold: bool
+    seconds: Sequence[float], values: Sequence[tuple[int, int, set[int]]], speeds: Sequence[float], fold: bool
 ) -> tuple[float, Bounds]:
-    """How even loads can be, and the bounds: columns take blocks from both ends until the last has the rest.
+    """How even loads can be, and the bounds: columns of these speeds take blocks from both ends until the last has the
+    rest.
 
     A value that passes over several columns counts for each of them.
     """
-    count, total = len(seconds), sum(seconds)
+    count, columns, mean = len(seconds), len(speeds), sum(seconds) / sum(speeds)
     sums, crossing = [sum(seconds[:i]) for i in range(count + 1)], _crossing(values, count)
 
     def best(limit: float) -> Bounds | None:
         @cache
         def rest(i: int, j: int, left: int) -> tuple[float, Bounds]:
+            own = limit * speeds[-left]
             if left == 1:
-                return (0.0 if sums[j] - sums[i] <= limit else inf), ()
+                return (0.0 if sums[j] - sums[i] <= own else inf), ()
             found: tuple[float, Bounds] = inf, ()
-            most = limit * (left - 1) * (1 + 1e-9)  # of the columns inside
+            most = limit * sum(speeds[1 - left :]) * (1 + 1e-9)  # of the columns inside
             for start in range(i + 1, j - left + 2):
                 before = sums[start] - sums[i]
-                if before > limit:
+                if before > own:
                     break
                 last = bisect_right(sums, sums[start] + most) - 1
                 for stop in range(min(j, last), start + left - 2, -1) if fold else (j,) * (j <= last):
-                    if before + sums[j] - sums[stop] > limit:
+                    if before + sums[j] - sums[stop] > own:
                         break
                     inner, bounds = rest(start, stop, left - 1)
                     if inner + crossing[start][stop] < found[0]:
@@ -195,7 +201,7 @@ def _columns(
         return bounds if cost < inf else None
 
     for slack in _SLACKS:
-        if (bounds := best(max(slack * total / columns, max(seconds)) * (1 + 1e-9))) is not None:
+        if (bounds := best(max(slack * mean, max(seconds) / max(speeds)) * (1 + 1e-9))) is not None:
             return slack, bounds
     raise AssertionError("there are as many blocks as columns")
 
