@@ -136,7 +136,8 @@ def compile_sampler(
         vae: whether the decoder of the pipeline's VAE is spread, too; one that cannot be runs whole on every rank.
         cluster: devices and links that predictions are for; one node of A100-80GB where left out. Where its devices
             have different speeds ("4xA100*1,1,1,0.5"), patches have as many rows, and stages as many blocks, as these
-            take equally long for; the last ones are left out, and only shown the prediction, where the others are faster without them.
+            take equally long for; the last ones are left out, and only shown the prediction, where the others are
+            faster without them.
         cost_model: seconds of compute; the cluster's device where left out.
         steps: of a call, for which layouts are compared: the example's `num_inference_steps`, or 50, where left out.
         objective: what is chosen for: "latency", of one call like the example; or "throughput", of many: the samples of
