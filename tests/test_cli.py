@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
 from fxpipe.cli import app
+from fxpipe.cli.sampling import _grid
+from fxpipe.errors import CompileError
 
 TOY = str(Path(__file__).parent / "toy_model.py")
 
@@ -198,6 +201,19 @@ def test_noise_is_the_seeds(factory: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert code == 0, stderr
         found.append((tmp_path / "made.png").read_bytes())
     assert found[0] == found[1] != found[2]
+
+
+def test_a_video_is_a_row_of_frames() -> None:
+    red, blue = (Image.new("RGB", (3, 2), color) for color in ("red", "blue"))
+    grid = _grid(SimpleNamespace(frames=[[red, blue], [blue]]))
+    assert grid.size == (6, 4)
+    assert [grid.getpixel(at) for at in ((0, 0), (3, 1), (2, 2), (3, 2))] == [
+        (255, 0, 0), (0, 0, 255), (0, 0, 255), (0, 0, 0),
+    ]  # fmt: skip
+    assert _grid(SimpleNamespace(images=[red, blue])).size == (6, 2)
+    for none in (None, [2], 1.0):
+        with pytest.raises(CompileError, match="no list of images"):
+            _grid(SimpleNamespace(images=none))
 
 
 def test_samples_by_a_saved_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

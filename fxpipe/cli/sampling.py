@@ -104,7 +104,7 @@ def sample(
     save: Save = None,
     verify: Annotated[bool, typer.Option(help="hold one call of the denoiser against one device")] = False,
     dump: Annotated[Path | None, typer.Option(file_okay=False, help="folder for every rank's graph")] = None,
-    out: Annotated[Path | None, typer.Option(dir_okay=False, help="image file for all images in a row")] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="image file for all images in a row; a row a video")] = None,
 ) -> None:
     """Sample from the pipeline MODEL: under torchrun one rank a process, else all ranks in this process.
 
@@ -129,12 +129,15 @@ def sample(
         console.print(f"plan in {sampler.plan.save(save)}")
     started = time.perf_counter()
     torch.manual_seed(seed)  # for pipelines that draw of themselves
-    if "generator" in inspect.signature(type(pipe).__call__).parameters:
+    taken = inspect.signature(type(pipe).__call__).parameters
+    if "generator" in taken:
         call["generator"] = torch.Generator().manual_seed(seed)
+    if out is not None and "output_type" in taken:
+        call.setdefault("output_type", "pil")
     made = sampler.pipeline()(**call)
     console.print(f"sampled in {time.perf_counter() - started:.1f} s")
     if out is not None and is_first:
-        _row(made).save(out)
+        _grid(made).save(out)
         console.print(f"images in {out}")
     sampler.close()
 
@@ -158,16 +161,20 @@ def _require_image_file(path: Path) -> None:
         raise CompileError(f"--out {path}: there is no folder {path.parent}; make it first")
 
 
-def _row(made: Any) -> Any:
-    """The images of a pipeline's output side by side."""
+def _grid(made: Any) -> Any:
+    """The images of a pipeline's output side by side; of videos the frames, a video in a row."""
     from PIL import Image
 
-    images = getattr(made, "images", None)
-    if not isinstance(images, list) or not all(isinstance(image, Image.Image) for image in images):
+    found = getattr(made, "images", getattr(made, "frames", None))
+    rows = found if isinstance(found, list) and all(isinstance(one, list) for one in found) else [found]
+    if not all(isinstance(row, list) and all(isinstance(one, Image.Image) for one in row) for row in rows):
         raise CompileError(f"--out: the pipeline returns {type(made).__name__}, no list of images; leave it out")
-    row = Image.new("RGB", (sum(image.width for image in images), max(image.height for image in images)))
-    at = 0
-    for image in images:
-        row.paste(image, (at, 0))
-        at += image.width
-    return row
+    sizes = [(sum(image.width for image in row), max(image.height for image in row)) for row in rows]
+    grid, top = Image.new("RGB", (max(width for width, _ in sizes), sum(height for _, height in sizes))), 0
+    for row, (_, height) in zip(rows, sizes, strict=True):
+        left = 0
+        for image in row:
+            grid.paste(image, (left, top))
+            left += image.width
+        top += height
+    return grid
