@@ -176,7 +176,7 @@ def compile(
 
     # plan: who computes what, in which order; nothing is decided after it
     chosen = made_by_rank_zero(lambda: asked.plan or asked.planned(step), asked.compared, rank)
-    _require_fresh(chosen, step)
+    _require_fresh(chosen, step, rank if asked.plan is None else None)
     see("plan", chosen)
 
     # lower: this process's rank, or all of them in one process
@@ -356,9 +356,14 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     return Requested(example, request, cut, network, seconds_of, name, where, known, given["recompute"], captures)
 
 
-def _require_fresh(plan: Plan, step: CostedStep) -> None:
-    """A plan holds for the step that it was made for."""
+def _require_fresh(plan: Plan, step: CostedStep, rank: int | None) -> None:
+    """A plan holds for the step that it was made for; `rank` has just been given rank 0's."""
     if (plan.fingerprint, plan.batch_size) != (step.fingerprint, step.batch_size):
+        if rank is not None:
+            raise CompileError(
+                f"rank {rank} has step {step.fingerprint} with {step.batch_size} samples, rank 0 has step "
+                f"{plan.fingerprint} with {plan.batch_size}: build the model, its inputs and options alike on all ranks"
+            )
         priced = "" if plan.cost_model else " (here by a cost model without a name: pass the same one)"
         raise CompileError(
             f"the plan was made for step {plan.fingerprint} with {plan.batch_size} samples, this is step "

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fxpipe
 from fxpipe.run.launch import join, made_by_rank_zero
@@ -110,6 +111,25 @@ def test_ranks_that_are_given_different_plans_are_told(without: str, says: str, 
         replace(plan, notes=(f"edited on rank {rank}",)).save(tmp_path / f"{rank}.json")
     _, other = start_processes(2, take_own_plan, str(tmp_path), without, timeout_seconds=100)
     assert other.returncode == 1
+    assert re.search(says, other.output.splitlines()[-1])
+
+
+def take_another_model() -> None:
+    rank = int(os.environ["RANK"])
+    fxpipe.compile(nn.Sequential(*[nn.Linear(4, 4)] * (2 + rank), Mean()), 2, example_inputs=(torch.ones(2, 4),))
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean()
+
+
+def test_a_rank_of_another_model_is_told_so() -> None:
+    _, other = start_processes(2, take_another_model, timeout_seconds=100)
+    assert other.returncode == 1
+    says = (
+        r"rank 1 has step \w+ with 2 samples, rank 0 has step \w+ with 2: build the model, its inputs and options alike"
+    )
     assert re.search(says, other.output.splitlines()[-1])
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from fxpipe.run.transport import GRACE_SECONDS, failure_text
 
 SUSPECT_TICKS = 4  # looks without a new heartbeat that count as lost once there is another sign: SIGTERM, a connection
+_ANEW = "start all ranks anew, as torchrun --max-restarts does"
 TERMINATED_TICKS = 6  # looks before a terminated rank goes
 
 
@@ -215,7 +216,7 @@ class Watchdog:
                 seconds = num_ticks * self._heartbeat_seconds
                 return self.publish(
                     f"rank {rank} was lost, last seen in {beats[rank][2]}: no sign of life for {seconds:g} s "
-                    "(killed, stopped or cut off)"
+                    f"(killed, stopped or cut off); {_ANEW}"
                 )
         return None
 
@@ -227,4 +228,5 @@ class Watchdog:
         self._is_blind = host == self.rank or state == "left"
         if self._is_blind:
             return None
-        return f"rank {host} was lost, last seen in {action}: the store it hosts does not answer (killed or cut off)"
+        gone = "the store it hosts does not answer (killed or cut off)"
+        return f"rank {host} was lost, last seen in {action}: {gone}; {_ANEW}"
