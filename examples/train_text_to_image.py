@@ -58,7 +58,7 @@ def parsed() -> argparse.Namespace:
     add("--validation-prompts", nargs="*", default=["a red disc", "a blue square"])
     add("--validation-steps", type=int, help="updates between grids of samples; one at the end where left out")
     add("--num-inference-steps", type=int, default=10)
-    add("--precision", choices=["bf16", "fp16"], help="of the forward, by autocast")
+    add("--precision", choices=["fp32", "bf16", "fp16"], help="of the forward; lower ones by autocast")
     add("--dataloader-num-workers", type=int, default=0, help="processes that read images, of every rank")
     add("--seed", type=int, default=0)
     add("--world-size", type=int, default=2, help="ranks, all in this process; under torchrun its own number")
@@ -159,6 +159,7 @@ def main() -> None:
         if FIRST:
             save(pipe, step, options)
         validate(pipe, step, options, options.max_train_steps)
+    log.close()
     engine.close()
 
 
@@ -238,6 +239,11 @@ class Log:
         if self.board is not None:
             for name, value in scalars.items():
                 self.board.add_scalar(name, value, update)
+
+    def close(self) -> None:
+        """All of them are on the disk."""
+        if self.board is not None:
+            self.board.close()
 
 
 if __name__ == "__main__":
