@@ -342,7 +342,7 @@ def test_the_command_reuses_a_profile_and_refuses_another_models(tmp_path: Path)
 
 
 def test_the_cost_table_shows_formulas_and_totals() -> None:
-    code, out, _ = invoke("cost", f"{TOY}:toy", "--batch-size", "1000")
+    code, out, _ = invoke("cost", f"{TOY}:toy", "--batch-size", "1000", "--device-model", "V100-32GB")
     assert code == 0
     (total,) = (line for line in out.splitlines() if line.strip().startswith("total"))
     # Eight layers of 6x6 with biases; the first one's input needs no gradient. 24 bytes each are kept of what seven

@@ -26,7 +26,7 @@ Blocks = Annotated[int, typer.Option(min=1, help="about how many blocks to cut t
 def cost(
     model: Model,
     batch_size: Annotated[int, typer.Option(min=1, help="samples in one step, over all ranks")] = 8,
-    device: Annotated[str, typer.Option(help=DEVICE_MODEL)] = "A100-80GB",
+    device: Annotated[str, typer.Option("--device-model", help=DEVICE_MODEL)] = "A100-80GB",
     blocks: Blocks = 24,
     precision: Precision = None,
     json_file: Annotated[

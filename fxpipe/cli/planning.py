@@ -51,8 +51,10 @@ def compare(planning: Planning) -> None:
     """
     from fxpipe.show.comparison import comparison_table
     from passes.comparison import compare as contest
+    from passes.comparison.baselines import require_samples
 
     asked = _asked(planning)
+    require_samples(asked.request.batch_size, asked.request.world_size)
     limit = _limit(asked)
     with progress():
         case, request = asked.case(asked.analysed(followed(None)))

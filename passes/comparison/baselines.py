@@ -37,18 +37,22 @@ from passes.tuner.orders import Orders
 _MOST_PER_STAGE = 16  # micro-batches per stage: what more would save is below a sixteenth
 
 
+def require_samples(batch_size: int, num_ranks: int) -> None:
+    """Raises CompileError where there are fewer samples than ranks."""
+    if batch_size < num_ranks:
+        raise CompileError(
+            f"a batch of {batch_size} samples does not give each of {num_ranks} ranks one; data parallel baselines "
+            "need that: use a larger batch (--batch-size) or fewer ranks"
+        )
+
+
 def baselines(case: Case) -> list[Contestant]:
     """All that are possible with so many ranks and samples.
 
     Raises:
         CompileError: fewer samples than ranks.
     """
-    if case.batch_size < case.world_size:
-        raise CompileError(
-            f"a batch of {case.batch_size} samples does not give each of {case.world_size} ranks one; "
-            "data parallel baselines need that: use a larger batch or fewer ranks"
-        )
-    ranks = case.world_size
+    require_samples(case.batch_size, ranks := case.world_size)
     found = [_best_local(case, "DDP", "none"), _best_local(case, "ZeRO-3", "all")]
     if ranks > 1:
         if ranks % 2 == 0:
