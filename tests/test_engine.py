@@ -271,6 +271,7 @@ WRONG: list[tuple[str, Callable[[Any, Any, Path], object], str]] = [
     ("extra", lambda engine, _, path: engine.save(path, extra=[1]), r"extra is \[1\]; give a dict"),
     ("extra to load", lambda engine, _, path: engine.load(path, extra=[1]), r"extra is \[1\]; give a dict"),
     ("directory", lambda engine, *_: engine.save(None), "directory is None; give the path"),
+    ("scheduler", lambda engine, _, path: engine.save(path, scheduler=5), "scheduler is 5; give one of torch.optim"),
     ("no max_norm", lambda engine, *_: engine.clip_grad_norm_(None), "max_norm is None; give a number"),
     ("negative max_norm", lambda engine, *_: engine.clip_grad_norm_(-1), "max_norm is -1; give a number, 0 or more"),
     ("loader", lambda engine, optimizer, _: next(engine.train(5, optimizer)), "not iterable: give batches"),

@@ -62,7 +62,7 @@ class EngineSaves(EngineBase):
                 can go on, and the last complete checkpoint is loaded as before.
         """
         self._require_open("save")
-        _require_named(directory, extra)
+        _require_named(directory, scheduler, extra)
         if keep < 1:
             raise RunError(f"keep={keep}: at least the checkpoint itself is kept, 1")
         for ahead in [name for name, value in (extra or {}).items() if self._is_ahead(value)]:
@@ -118,7 +118,7 @@ class EngineSaves(EngineBase):
                 been changed then, on any rank.
         """
         self._require_open("load")
-        _require_named(directory, extra)
+        _require_named(directory, scheduler, extra)
         self._finish()
         folder = Path(directory).resolve()
         self._alike("load", {
@@ -167,8 +167,10 @@ class EngineSaves(EngineBase):
         """What was read or made ahead belongs to another run."""
 
 
-def _require_named(directory: object, extra: object) -> None:
+def _require_named(directory: object, scheduler: object, extra: object) -> None:
     if not isinstance(directory, str | os.PathLike):
         raise RunError(f"directory is {directory!r}; give the path of the run's folder")
+    if not isinstance(scheduler, Stateful | None):
+        raise RunError(f"scheduler is {scheduler!r}; give one of torch.optim.lr_scheduler, or what has a state_dict")
     if not isinstance(extra, Mapping | None):
         raise RunError(f"extra is {extra!r}; give a dict of what is saved besides, by names of your own")
