@@ -104,7 +104,9 @@ def sample(
     save: Save = None,
     verify: Annotated[bool, typer.Option(help="hold one call of the denoiser against one device")] = False,
     dump: Annotated[Path | None, typer.Option(file_okay=False, help="folder for every rank's graph")] = None,
-    out: Annotated[Path | None, typer.Option(dir_okay=False, help="image file for all images in a row; a row a video")] = None,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="for all images in a row, videos in a row each")
+    ] = None,
 ) -> None:
     """Sample from the pipeline MODEL: under torchrun one rank a process, else all ranks in this process.
 
@@ -166,10 +168,11 @@ def _grid(made: Any) -> Any:
     from PIL import Image
 
     found = getattr(made, "images", getattr(made, "frames", None))
-    rows = found if isinstance(found, list) and all(isinstance(one, list) for one in found) else [found]
-    if not all(isinstance(row, list) and all(isinstance(one, Image.Image) for one in row) for row in rows):
+    rows: list[Any] = found if isinstance(found, list) and all(isinstance(one, list) for one in found) else [found]
+    images = [one for row in rows for one in (row if isinstance(row, list) else [None])]
+    if not images or not all(isinstance(one, Image.Image) for one in images):
         raise CompileError(f"--out: the pipeline returns {type(made).__name__}, no list of images; leave it out")
-    sizes = [(sum(image.width for image in row), max(image.height for image in row)) for row in rows]
+    sizes = [(sum(image.width for image in row), max((image.height for image in row), default=0)) for row in rows]
     grid, top = Image.new("RGB", (max(width for width, _ in sizes), sum(height for _, height in sizes))), 0
     for row, (_, height) in zip(rows, sizes, strict=True):
         left = 0
