@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2, help="of every digit")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--out", type=Path, default=Path("out"), help="for weights, which are used again, and images")
+    parser.add_argument("--report", metavar="CLUSTER", help="also draw them against latency on 4 such devices, 4xCPU")
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(width=130)
@@ -84,6 +85,8 @@ def main() -> None:
                 {way: some[:: options.samples] for way, some in images.items()}, options.out / f"{name}_{steps}.png"
             )
             console.print(table(f"{name}, {steps} steps", scores))
+            if options.report:
+                console.print(report(model, name, steps, options.report, options.out / f"{name}_{steps}.html"))
             for what, holds in gates(scores):
                 failed |= not holds
                 console.print(f"{'holds' if holds else 'FAILS'}: {name}, {steps} steps, {what}", highlight=False)
@@ -117,11 +120,25 @@ def predictions(model: nn.Module, name: str, num_samples: int) -> Iterator[tuple
             if (name == "DiT" and mode in NORMS and mode != "displaced") or ("stages" in ranks and mode != "displaced"):
                 continue
             size = 1 if "stages" in ranks else num_samples
-            picture = "hidden_states" if name == "DiT" else "sample"
-            example = {picture: torch.zeros(size, 1, SIDE, SIDE), "timestep": torch.zeros(size, dtype=torch.long)}
-            example["class_labels"] = torch.zeros(size, dtype=torch.long)
-            sampler = fxpipe.compile_sampler(model, example=example, cfg=1, **ranks, **how)
+            sampler = fxpipe.compile_sampler(model, example=example(name, size), cfg=1, **ranks, **how)
             yield (layout, mode), lambda *args, sampler=sampler, size=size: in_calls(sampler, size, *args)
+
+
+def example(name: str, num_samples: int) -> dict[str, Tensor]:
+    """A call of the denoiser."""
+    picture = "hidden_states" if name == "DiT" else "sample"
+    numbers = torch.zeros(num_samples, dtype=torch.long)
+    return {picture: torch.zeros(num_samples, 1, SIDE, SIDE), "timestep": numbers, "class_labels": numbers.clone()}
+
+
+def report(model: nn.Module, name: str, steps: int, cluster: str, page: Path) -> Path:
+    """Decibels against predicted latency of the ways to sample a digit that the planner considers, on a page."""
+    noise = torch.randn(steps + 1, 1, 1, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
+    sampler = fxpipe.compile_sampler(
+        model, 4, example=example(name, 1), mode="displaced", warmup=2, steps=steps, cluster=cluster
+    )
+    quality = sampler.measure(lambda predict: sampled(predict, torch.tensor([3]), noise, 0.0))
+    return sampler.report(page, steps, quality)
 
 
 def in_calls(sampler: fxpipe.Sampler, size: int, labels: Tensor, noise: Tensor, eta: float) -> Tensor:
