@@ -1,5 +1,6 @@
 """Transports: order, matching, failures and standstills, with ranks as threads and as processes."""
 
+import itertools
 import os
 import signal
 import threading
@@ -211,6 +212,13 @@ def test_a_receive_gives_up_after_the_timeout() -> None:
 
     with pytest.raises(RunError, match=r"rank 1 failed in 1F0: waited 0.1 s for edge 3 float32\[2\] from rank 0"):
         run_ranks(2, rank_main, timeout_seconds=0.1)
+
+
+def test_ranks_of_a_process_wait_as_long_as_another_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    minutes = itertools.count(0, 600)
+    monkeypatch.setattr("fxpipe.run.transport.mailboxes.time", SimpleNamespace(monotonic=lambda: next(minutes)))
+    for rank, received in enumerate(run_ranks(2, exchange)):
+        assert same(received, expected_of(rank, 2))
 
 
 def test_the_first_failure_ends_every_rank_and_keeps_its_cause() -> None:

@@ -24,8 +24,6 @@ from fxpipe.capture import private
 from fxpipe.plan import ops
 from fxpipe.plan.rank_program import RankProgram
 
-LOCAL_TIMEOUT_SECONDS = {"eager": 300.0, "inductor": 3600.0, "cudagraphs": 300.0}
-"""By backend: the longest that a rank of one process waits for another, which may compile."""
 _log = logging.getLogger(__name__)
 
 _CLONE = torch.ops.aten.clone.default

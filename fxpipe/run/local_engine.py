@@ -10,7 +10,7 @@ from torch import nn
 from fxpipe.capture.weights import tensors_of
 from fxpipe.plan.step import StepPlan
 from fxpipe.plan.transport import Transport
-from fxpipe.run.compiled import LOCAL_TIMEOUT_SECONDS, runnable
+from fxpipe.run.compiled import runnable
 from fxpipe.run.kinds import Kind
 from fxpipe.run.local_batch import placed
 from fxpipe.run.ownership import at, require_new
@@ -69,7 +69,7 @@ class LocalEngine(Training):
             result = run_rank(modules[rank], program, transport, draws, tensors, self._observe, nexts, mine, scale)
             return result, transport.sent_bytes()
 
-        results = run_ranks(plan.world_size, body, LOCAL_TIMEOUT_SECONDS[plan.backend])
+        results = run_ranks(plan.world_size, body)
         self._bytes_here += sum(size for _, sent in results for size in sent.values())
         gradients: dict[str, torch.Tensor] = {}
         self.sent_bytes = {channel: size for _, sent in results for channel, size in sent.items()}

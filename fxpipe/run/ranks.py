@@ -25,7 +25,6 @@ import torch
 from fxpipe.capture.inputs import is_time
 from fxpipe.errors import CompileError, RunError
 from fxpipe.plan.transport import T
-from fxpipe.run.compiled import LOCAL_TIMEOUT_SECONDS
 from fxpipe.run.sampling import BoundProgram, LocalRun, Tensors
 
 if TYPE_CHECKING:
@@ -252,7 +251,7 @@ class LocalRanks(Ranks):
             known = self._bound[id(step)] = step, state, bound
         count = len(step.programs)
         if count not in self._runs:
-            self._runs[count] = LocalRun(count, LOCAL_TIMEOUT_SECONDS[self._backend])
+            self._runs[count] = LocalRun(count)
         return self._runs[count].predict(known[2], tensors, form, stream)[0]
 
     def forget(self, step: SampleStep) -> None:

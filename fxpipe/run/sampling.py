@@ -188,8 +188,8 @@ def _drop(carried: dict[str, Any]) -> None:
 class LocalRun:
     """All ranks as threads of this process, over the steps of calls."""
 
-    def __init__(self, world_size: int, timeout_seconds: float = 300.0) -> None:
-        self._world_size, self._timeout_seconds = world_size, timeout_seconds
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
         self._start()
 
     def predict(
@@ -203,7 +203,7 @@ class LocalRun:
         self._each(lambda rank, run: run.reset())
 
     def _start(self) -> None:
-        self._threads = RankThreads(self._world_size, self._timeout_seconds)
+        self._threads = RankThreads(self._world_size)
         self._runs: list[SampleRun] = self._threads.run(SampleRun)
 
     def _each(self, fn: Callable[[int, SampleRun], T]) -> list[T]:

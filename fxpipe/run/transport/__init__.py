@@ -15,6 +15,7 @@ from fxpipe.run.faults import place_of
 from fxpipe.run.transport.mailboxes import MESSAGES, NUMBERS, OBJECTS, Mail, Mailboxes
 
 MAX_EDGES = 2**21  # a tag has 31 bits: 21 of the edge, 10 of the digest
+LOCAL_SECONDS = 86400.0  # that a rank waits for another of its process: a standstill is found at once
 GRACE_SECONDS = 10.0  # how long a rank that computes may go on after another rank has failed
 
 
@@ -232,7 +233,7 @@ class RankThreads:
     After a failure every later run raises it again.
     """
 
-    def __init__(self, world_size: int, timeout_seconds: float = 300.0) -> None:
+    def __init__(self, world_size: int, timeout_seconds: float = LOCAL_SECONDS) -> None:
         self._mail = Mailboxes(world_size, timeout_seconds)
         self._transports = [InProcessTransport(self._mail, rank) for rank in range(world_size)]
 
@@ -281,7 +282,7 @@ class RankThreads:
             transport.close()
 
 
-def run_ranks(world_size: int, fn: Callable[[Transport], T], timeout_seconds: float = 300.0) -> list[T]:
+def run_ranks(world_size: int, fn: Callable[[Transport], T], timeout_seconds: float = LOCAL_SECONDS) -> list[T]:
     """Runs `fn(transport)` in one thread per rank; the results in rank order.
 
     The first rank to raise ends the others at their next action, send, receive or wait. Its exception is the cause of
