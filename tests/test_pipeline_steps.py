@@ -220,3 +220,5 @@ def test_batches_that_are_refused() -> None:
     ]:
         with pytest.raises(CompileError, match=says):
             step(**given)
+    with pytest.raises(CompileError, match="captions is 'a disc', a text; give a list"):
+        fxpipe.tokenize(None, "a disc")

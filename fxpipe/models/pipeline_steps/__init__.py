@@ -80,6 +80,8 @@ def training_step(
 
 def tokenize(pipe: Any, captions: Sequence[str], max_sequence_length: int | None = None) -> dict[str, Tensor]:
     """A batch's tokens [captions, tokens] by the names that the pipeline's training step takes."""
+    if isinstance(captions, str):  # whose letters are no captions
+        raise CompileError(f"captions is {captions!r}, a text; give a list, with a text for every image")
     family = _family(pipe)
     return tokenized(pipe, captions, family.token_lengths(pipe, max_sequence_length), family.template(pipe))
 
