@@ -278,14 +278,17 @@ def patch_speeds(speeds: Sequence[float], grid: Grid) -> list[float]:
 
 
 def column_speeds(speeds: Sequence[float], grid: Grid, bounds: Sequence[int]) -> tuple[float, ...]:
-    """Of every column that of the rank that takes the longest for its rows; none where ranks are equal."""
+    """Of every column that of the rank that takes the longest for its rows, beside the fastest one; none where all are
+    equal."""
     if not speeds:
         return ()
     rows = [(stop - start) * grid.patches / bounds[-1] for start, stop in pairwise(bounds[:: grid.turns])]
     by_rows = [speed / rows[rank % grid.patches] for rank, speed in enumerate(speeds)]
     firsts = [by_rows[patch :: grid.patches] for patch in range(grid.patches)]  # a rank of every column, group by group
     slowest = [*map(min, zip(*firsts, strict=True))]
-    return tuple(min(slowest[column :: grid.stages]) for column in range(grid.stages))
+    columns = [min(slowest[column :: grid.stages]) for column in range(grid.stages)]
+    found = tuple(max(round(speed / max(columns), 3), 0.001) for speed in columns)
+    return found if len({*found}) > 1 else ()
 
 
 def seen_patches(made: Choices, speeds: Sequence[float] = ()) -> tuple[int, ...]:
