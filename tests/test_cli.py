@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+import fxpipe
 from fxpipe.cli import app
 from fxpipe.cli.sampling import _grid
 from fxpipe.errors import CompileError
@@ -92,6 +93,10 @@ def test_world_size_must_be_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, stderr = invoke("run", f"{TOY}:toy", "--steps", "1", "--world-size", "2")
     assert (code, stderr.count("\n")) == (2, 1)
     assert "torchrun's 4 processes" in stderr
+
+
+def test_the_version_is_told() -> None:
+    assert invoke("--version")[:2] == (0, f"{fxpipe.__version__}\n")
 
 
 def test_help_names_the_commands() -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.rule import Rule
 from typer.core import TyperGroup
 
+import fxpipe
 from fxpipe.cli.costing import cost, profile
 from fxpipe.cli.options import Planning, planned, read
 from fxpipe.cli.planning import compare, explain, fillers, report, simulate, trace, tune
@@ -65,8 +66,13 @@ def main() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _root(context: typer.Context) -> None:
+def _root(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="print it, and no more")] = False
+) -> None:
     """Compiles a diffusion training step for several ranks: one FX graph per rank."""
+    if version:
+        print(fxpipe.__version__)
+        raise typer.Exit
     if context.invoked_subcommand is None:
         known = "compile, show, run, cost, profile, tune, compare, fillers, simulate, explain, trace, report, sample"
         raise CompileError(f"no command given; one of {known} (fxpipe --help tells more)")
