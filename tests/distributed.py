@@ -84,11 +84,12 @@ def _forks() -> "subprocess.Popen[str]":
 
 
 def start_torchrun(
-    world_size: int, function: Callable[..., Any], *arguments: str, timeout_seconds: float = 120
+    world_size: int, function: Callable[..., Any], *arguments: str, timeout_seconds: float = 120, restarts: int = 0
 ) -> tuple[Ended, list[Any]]:
     """The same under torchrun: how torchrun ended, with all ranks' output, and each rank's result."""
     with tempfile.TemporaryDirectory() as folder:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+        torchrun += [f"--max-restarts={restarts}"]
         command = [sys.executable, *torchrun, __file__, "rank", *_target(function, folder, arguments)]
         ended = _run(command, Path(folder, "all.txt"), timeout_seconds)
         return ended, [_result(folder, rank) for rank in range(world_size)]

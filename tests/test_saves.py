@@ -27,7 +27,7 @@ from fxpipe.run.kinds import Kind
 from fxpipe.run.saves import engine_saves, folders, parts
 from fxpipe.run.saves.values import decode, encode
 from fxpipe.run.transport import run_ranks
-from tests.distributed import start_processes
+from tests.distributed import start_processes, start_torchrun
 from tests.own_models import SEED, Adapted, batch, copying
 from tests.saved_runs import ROWS, SavedRun, local, on_one_device
 
@@ -400,3 +400,30 @@ def test_a_rank_that_is_killed_while_it_saves_leaves_what_was_there(tmp_path: Pa
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     run.save(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-8"]
+
+
+def killed_once(directory: str) -> list[Any] | None:
+    """Rank 1 is killed after its third step, which nobody has saved."""
+    model = Adapted()
+    program = fxpipe.compile(model, 2, example_inputs=batch(0, ROWS), microbatches=2, **LINE)
+    run, losses = SavedRun(model, program.engine(seed=SEED)), list[float]()
+    if fxpipe.checkpoints(directory):
+        run.load(Path(directory))
+    for step in range(run.engine.step_index // 2, STEPS):
+        losses += run.train(step, step + 1)
+        if step == 1:
+            run.save(Path(directory))
+        if step == 2 and run.engine.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+    weights = run.weights()
+    run.engine.close()
+    return [losses, weights]
+
+
+def test_under_torchrun_a_run_goes_on_from_its_last_checkpoint(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    _, (losses, weights) = saved
+    ended, results = start_torchrun(2, killed_once, str(tmp_path), restarts=1)
+    assert ended.returncode == 0, ended.output
+    assert "exitcode: -9" in ended.output
+    torch.testing.assert_close(results[0], [losses[4:], weights], rtol=0.0, atol=0.0)
+    assert results[1][0] == losses[4:]
