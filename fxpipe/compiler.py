@@ -227,7 +227,7 @@ class Requested:
     """What is to be compiled, and how, checked as far as it can be before anything is captured.
 
     `priced` is the cost model's name, "" where it has none; `plan` is one that was made before; `recompute` is as
-    given.
+    given; `assumed`: nobody said which machines.
     """
 
     example: Example
@@ -239,6 +239,7 @@ class Requested:
     device: torch.device
     plan: Plan | None
     recompute: bool | str | None
+    assumed: bool
     cache: Path | None = None
 
     def analysed(self, see: Observe = lambda name, artefact: None) -> CostedStep:
@@ -280,8 +281,12 @@ class Requested:
         names = ", ".join(uncosted_ops(step.costs.values()))
         uncosted = (f"no FLOPs are counted for {names}",) if names else ()
         of_step = *step.captured.notes, *step.captured.inputs.notes, *uncosted, *self._checkpointed(step)
-        notes = *of_step, *self._unshared(made), *_unfilled(step), *made.notes
+        notes = *self._assumed(), *of_step, *self._unshared(made), *_unfilled(step), *made.notes
         return replace(made, fingerprint=step.fingerprint, cost_model=self.priced, cut=cut, notes=notes)
+
+    def _assumed(self) -> tuple[str, ...]:
+        why = f"no machines were named: times are of {self.cluster}; fxpipe profile measures those at hand"
+        return (why,) if self.assumed else ()
 
     def _checkpointed(self, step: CostedStep) -> tuple[str, ...]:
         if self.recompute is not None or not step.checkpointed:
@@ -352,8 +357,10 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     )  # fmt: skip
     if known is None:
         require_possible(request)
-    name = priced_name(by, seconds_of)
-    return Requested(example, request, cut, network, seconds_of, name, where, known, given["recompute"], captures)
+    name, assumed = priced_name(by, seconds_of), given["cluster"] is given["cost_model"] is None
+    return Requested(
+        example, request, cut, network, seconds_of, name, where, known, given["recompute"], assumed, captures
+    )
 
 
 def _require_fresh(plan: Plan, step: CostedStep, rank: int | None) -> None:

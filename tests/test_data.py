@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 import fxpipe
 from fxpipe.capture.inputs import call_of
@@ -356,6 +356,9 @@ def test_parts_that_a_user_has_read_are_taken() -> None:
     torch.testing.assert_close(on_ranks(2, REPLICAS, body)[0], (losses, whole.weights()), rtol=1e-10, atol=1e-12)
 
 
+NINE: Any = range(9)
+
+
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))
@@ -368,11 +371,37 @@ class Endless(IterableDataset[int]):
         (range(9), {"sampler": range(9)}, "sampler: which samples a rank loads"),
         (range(9), {"batch_size": 2}, "batch_size=2: a batch has the samples of all ranks together, .* for 4"),
         (range(3), {"drop_last": True}, "3 samples, fewer than a batch of 4"),
+        (DataLoader(NINE, 3), {}, "batch_size=3: a batch has the samples of all ranks together"),
+        (DataLoader(NINE, 4), {"shuffle": True}, "shuffle: a DataLoader has its own"),
+        (DataLoader(NINE, 4, sampler=WeightedRandomSampler([0.5] * 9, 9)), {}, "reads by a WeightedRandomSampler"),
+        (DataLoader(NINE, batch_sampler=[[0, 1], [2]]), {}, "reads by a list"),
+        (DataLoader(NINE, None), {}, "reads by a NoneType"),
+        (DataLoader(Endless(), 4), {}, "dataset is a Endless without a length"),
     ],
 )
 def test_other_batches_are_refused(dataset: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(CompileError, match=says):
         local(PIPELINE).engine.dataloader(dataset, **options)
+
+
+def test_a_loader_of_one_device_is_taken_over() -> None:
+    engine, rows = local(PIPELINE).engine, NINE
+
+    def batches(loader: Loader) -> list[list[int]]:
+        return [part.batch.tolist() for part in loader]
+
+    own = {"collate_fn": lambda samples: torch.tensor(samples) + 1, "num_workers": 0}
+    for shuffle, drop_last in ((True, False), (False, True)):
+        given: DataLoader[int] = DataLoader(rows, 4, shuffle, drop_last=drop_last, **own)  # type: ignore[arg-type]
+        wanted = engine.dataloader(rows, shuffle=shuffle, drop_last=drop_last, seed=ORDER, **own)
+        assert batches(engine.dataloader(given, seed=ORDER)) == batches(wanted)
+
+
+def test_what_other_trainers_have_is_told() -> None:
+    engine = local(PIPELINE).engine
+    with pytest.raises(AttributeError, match=r"an engine has no 'no_sync': several engine.step before"):
+        engine.no_sync()
+    assert not hasattr(engine, "nothing_known")
 
 
 def processes() -> tuple[list[float], dict[str, Tensor] | None, int]:

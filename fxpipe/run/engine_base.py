@@ -8,7 +8,7 @@ The answers here are those of one process that runs all ranks; an engine of one 
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -18,6 +18,19 @@ from fxpipe.plan.outputs import Output, Parts
 from fxpipe.plan.step import StepPlan
 from fxpipe.run.averages import watch_averages
 from fxpipe.run.host_states import put_back
+
+_INSTEAD = {
+    "accumulate": "several engine.step before optimizer.step() add up their gradients",
+    "backward": "engine.step(batch) is forward and backward",
+    "gather": "every rank has the whole batch's loss, and engine.gather_outputs() what forward returns beside it",
+    "lr_scheduler": "torch's own over the optimizer, stepped in the loop, is as on one device",
+    "materialize": "program.engine(weights=...) reads this rank's share of a model on the meta device from files",
+    "no_sync": "several engine.step before optimizer.step() add up their gradients",
+    "prepare": "optimizers, schedulers and averages stay as they are; engine.dataloader takes a dataset or DataLoader",
+    "sampler": "engine.dataloader(dataset) reads a rank's samples; engine.samples() says which of a batch they are",
+    "zero_grad": "optimizer.zero_grad() is as on one device",
+}
+"""What other trainers' engines are asked for, and what does it here."""
 
 
 class EngineBase:
@@ -38,6 +51,12 @@ class EngineBase:
     _parts: Parts
     _returned: Sequence[Output]
     _num_writers: int = 1
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise AttributeError(f"an engine has no {name!r}{instead}", name=name, obj=self)
 
     @property
     @abstractmethod

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from fxpipe.errors import CompileError, RunError
 from fxpipe.run.engine_base import EngineBase
-from fxpipe.run.loader import Loader
+from fxpipe.run.loader import Loader, arguments_of
 
 
 class EngineData(EngineBase):
@@ -26,7 +26,7 @@ class EngineData(EngineBase):
 
     def dataloader(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[Any] | DataLoader[Any],
         batch_size: int | None = None,
         shuffle: bool = False,
         *,
@@ -42,6 +42,7 @@ class EngineData(EngineBase):
         the order in which they were made: make each once, not one for every epoch.
 
         Args:
+            dataset: or a DataLoader of one, of one device's batches, whose other arguments are taken over.
             batch_size: samples of a batch, over all ranks: the program's.
             drop_last: leave out an epoch's last batch where it is smaller; else a program is made when it comes.
             options: of torch's DataLoader, such as `collate_fn` and `num_workers`.
@@ -50,6 +51,11 @@ class EngineData(EngineBase):
             CompileError: the dataset has no length, other batches are asked for than the program's, or the last one is
                 too small for the graph that was compiled.
         """
+        if isinstance(dataset, DataLoader):
+            of_loader = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, **options}
+            if given := [name for name, value in of_loader.items() if value]:
+                raise CompileError(f"{', '.join(given)}: a DataLoader has its own; leave it out, or give its dataset")
+            return self.dataloader(seed=seed, **arguments_of(dataset))
         size = self._plan.batch_size
         if batch_size not in (None, size):
             raise CompileError(

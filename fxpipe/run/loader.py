@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from fxpipe.capture.randomness import GENERATOR_LOCK
 from fxpipe.errors import CompileError, RunError
@@ -177,6 +177,32 @@ class _Drawn(Dataset[Any]):
         np.random.seed(number)
         random.seed(number)
         return self._dataset[sample]
+
+
+_KEPT = (
+    "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+    "prefetch_factor", "persistent_workers",
+)  # fmt: skip
+
+
+def arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What a loader of one device would be made from by `Loader`: its batches, shuffled by another seed.
+
+    Raises:
+        CompileError: its order is not that of the dataset, nor a shuffled one.
+    """
+    _require_usable(loader.dataset, {})
+    sampler = loader.sampler
+    shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
+    alike = sampler.num_samples == len(loader.dataset) if shuffled else isinstance(sampler, SequentialSampler)  # type: ignore[arg-type, attr-defined]
+    if not alike or loader.batch_size is None:
+        order = sampler if loader.batch_size is not None else loader.batch_sampler
+        raise CompileError(
+            f"the DataLoader reads by a {type(order).__name__}; which samples a rank loads follows from shuffle and "
+            "seed: give the dataset, or read what engine.samples() says of each batch, for fxpipe.LocalBatch(...)"
+        )
+    own = {"dataset": loader.dataset, "batch_size": loader.batch_size, "shuffle": shuffled}
+    return {**own, "drop_last": loader.drop_last, **{name: getattr(loader, name) for name in _KEPT}}
 
 
 _DECIDED = ("sampler", "batch_sampler", "generator", "in_order")
