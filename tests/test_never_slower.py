@@ -26,6 +26,7 @@ from passes.tuner.request import Request
 from tests.frozen_steps import FrozenStep
 from tests.models import ZOO
 from tests.test_cascade import Several
+from tests.test_self_conditioned import Step as SelfConditioned
 from tests.unet import TinyUNet
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -33,6 +34,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "unet": lambda: TinyUNet("no_grad"),
     "cascade": lambda: Several((5, 4)),
     "dit": ZOO["dit"],
+    "two passes": SelfConditioned,
 }
 DEVICES = {
     "busy": Roofline(peak_flops=1e9, bandwidth=1e9, matrix_efficiency=1.0, memory_efficiency=1.0, launch_seconds=0.0),
@@ -81,6 +83,7 @@ def at_once_bytes(case: Case) -> int:
     st.sampled_from([1, 4, 12]),
 )
 @example("cascade", "launching", "2 nodes, 1 Gbit/s", 16, 0.9, 1)  # what adds losses up sends a number, not samples
+@example("two passes", "busy", "NVSwitch", 16, None, 4)  # both read the weights that one has gradients of
 def test_never_slower(
     model: str, device: str, cluster: str, batch_size: int, limit: float | None, num_buckets: int
 ) -> None:

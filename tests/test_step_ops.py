@@ -207,6 +207,7 @@ OPTIONS: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any]]] = {
     "low precision": (lambda: ZOO["uvit"](torch.float32), {"precision": "bf16", "schedule": "1f1b"}),
     "offloaded": (lambda: TinyUNet("no_grad"), {"offload_optimizer": True, "schedule": "wave", "recompute": True}),
     "two passes": (lambda: fxpipe.SelfConditioning(SelfConditioned(), 0.5), {"schedule": "interleaved"}),
+    "two passes, replicas": (SelfConditioned, {"schedule": "interleaved", "data_parallel": 2, "batch_size": 64}),
 }
 
 
@@ -214,7 +215,7 @@ OPTIONS: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any]]] = {
 def test_planned_steps_are_as_the_programs_of(option: str) -> None:
     """By another device than the step was planned for, too."""
     make, options = OPTIONS[option]
-    program = fxpipe.compile(make(), 2, batch_size=8, microbatches=4, **options)
+    program = fxpipe.compile(make(), 2, **{"batch_size": 8, "microbatches": 4, **options})
     forms = [(program.schedule, program.step)]
     if program.plan.steady is not None and program.filled is not None:
         forms.append((program.plan.steady, program.filled.steady))

@@ -135,7 +135,7 @@ class _Form:
 
     def lower(self, wanted: Sequence[int] | None) -> Lowered:
         frozen = None if self.form == "step" else FrozenWork.of(self.step, self.schedule, self.whole.schedule)
-        staged, every = self.step.staged, own_parameters(self.whole)
+        staged, every = self.step.staged, own_parameters(self.whole, self.step.staged.gathered)
         trainers = owners(every, self.whole.summing.stage_ranks) if staged.sharded else {}  # whatever is `gone`
         own = {stage: of for stage, of in every.items() if of and stage not in self.gone} if self.trains else {}
         reduced = {name for of in own.values() for name in of}

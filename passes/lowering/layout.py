@@ -126,18 +126,30 @@ def later_turns(reductions: Sequence[Reduction], schedule: Schedule, edge: int) 
             yield replace(firsts[stage], edge=next(edges), values_edge=-1, turn=turn)
 
 
-def own_parameters(layout: Layout) -> dict[int, dict[str, int]]:
-    """Bytes, by stage with replicas, of the trained parameters that no other stage holds."""
+def own_parameters(layout: Layout, alone: bool) -> dict[int, dict[str, int]]:
+    """Bytes, by stage with replicas, of the trained parameters whose gradients these sum: no other stage holds them,
+    or, unless it is to be `alone`, others read them on the same ranks and give none."""
     holders: dict[str, set[int]] = {}
+    givers: dict[str, set[int]] = {}
     for key in layout.units:
-        for name in layout.border(key, 0).state if key[0] == "F" else ():
-            holders.setdefault(name, set()).add(key[1])
+        if key[0] == "F":
+            border = layout.border(key, 0)
+            for name in border.state:
+                holders.setdefault(name, set()).add(key[1])
+            for name in border.weight_grads:
+                givers.setdefault(name, set()).add(key[1])
+    ranks_of = list(map(frozenset, layout.summing.stage_ranks))
+
+    def is_own(name: str) -> bool:
+        if alone or len(givers[name]) > 1:
+            return len(holders[name]) == 1
+        return len({ranks_of[stage] for stage in holders[name]}) == 1
+
     found: dict[int, dict[str, int]] = {}
-    for stage, ranks in enumerate(layout.summing.stage_ranks):
+    for stage, ranks in enumerate(ranks_of):
         if len(ranks) > 1:
             border = layout.border(("F", stage), 0)
-            names = (name for name in border.weight_grads if len(holders[name]) == 1)
-            found[stage] = {name: border.state[name].num_bytes for name in names}
+            found[stage] = {name: border.state[name].num_bytes for name in border.weight_grads if is_own(name)}
     return found
 
 

@@ -153,9 +153,10 @@ class ProgramWriter:
 
     def _forward(self, action: Action) -> None:
         key = action.kind, action.stage
-        if action.kind == "F" and action.stage in self.refreshing:
-            self._refreshed(action.stage)
         border = self.layout.border(key, action.microbatch)
+        for stage, node in [*self.refreshing.items()] if action.kind == "F" else ():
+            if stage == action.stage or not border.state.keys().isdisjoint(node.meta["reduction"].parameters):
+                self._refreshed(stage)
         args = tuple(self.writer.read(name, action.microbatch) for name in border.unit.reads)
         returns, saved = self._call(key, "forward", args, ("returns", "saved"), action)
         for index, value in enumerate(border.returns):

@@ -89,7 +89,8 @@ def first_stages(graph: BlockGraph, costs: BlockCosts, boundaries: Sequence[int]
 def two_passes(
     line: Line, costs: BlockCosts, length: int, probability: float, ranks: Sequence[tuple[int, ...]], cut: Cut
 ) -> tuple[int, ...]:
-    """Boundaries of two stages on each of `ranks`: the second pass, cut with the first's expected time at its weights.
+    """Boundaries of a stage of either pass on each of `ranks`: the second, cut with the first's expected time at its
+    weights.
 
     `length` blocks are the first pass's, which runs with `probability`.
     """

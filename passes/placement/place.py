@@ -103,8 +103,8 @@ def _unfolded(
     if wanted.is_opposite:
         return opposite(line, borders(graph, costs), wanted.stage_ranks, cut)
     length = first_pass(graph, costs)
-    if POLICIES[wanted.schedule].loops and wanted.stages == 2 * wanted.places and length:
-        return two_passes(line, costs, length, wanted.conditioning, wanted.stage_ranks[: wanted.places], cut)
+    if POLICIES[wanted.schedule].loops and wanted.stages % (2 * wanted.places) == 0 and length:
+        return two_passes(line, costs, length, wanted.conditioning, wanted.stage_ranks[: wanted.stages // 2], cut)
     return cut(line, wanted.stage_ranks)
 
 

@@ -59,6 +59,17 @@ class Closing:
         }
 
     @cached_property
+    def refreshing(self) -> Mapping[int, Sequence[int]]:
+        """By stage: those whose broadcasts bring weights that it has."""
+        found: dict[int, dict[int, None]] = {}
+        for weight in self.step.case.costs.weights if self.broadcasts else ():
+            stages = self.step.stages_of(weight)
+            for stage in stages:
+                mine = (other for other in stages if weight.name in self._own.get(other, ()))
+                found.setdefault(stage, {}).update(dict.fromkeys(mine))
+        return {stage: [*others] for stage, others in found.items()}
+
+    @cached_property
     def turns(self) -> list[tuple[Turn, Collective]]:
         """When each stage's weights are gathered, where replicas share them out."""
         first_edge = len(self.step.messages) + len(self.messages) + 2 * len(self._own)

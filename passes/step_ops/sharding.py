@@ -5,10 +5,12 @@
 The largest first, each to the rank that has least so far (Graham, SIAM J. Appl. Math. 17, 1969).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from heapq import heapreplace
 
+from fxpipe.costs.block_values import Weight
 from fxpipe.plan.schedule import Schedule
+from fxpipe.plan.staged import Staged
 
 
 def owners(sizes: Mapping[int, Mapping[str, int]], stage_ranks: Sequence[Sequence[int]]) -> dict[str, int]:
@@ -32,6 +34,25 @@ def owners(sizes: Mapping[int, Mapping[str, int]], stage_ranks: Sequence[Sequenc
         found[name], loads[owner] = owner, loads[owner] + size
         heapreplace(heap, (loads[owner], owner))
     return found
+
+
+def summing_stage(
+    weight: Weight, staged: Staged, stage_ranks: Sequence[Sequence[int]], giving: Collection[int]
+) -> int | None:
+    """The stage whose replicas sum the gradients of a trained weight: the only one that has it, or that gives one where
+    others read it on the same ranks. None where its ranks exchange them by messages.
+
+    Args:
+        giving: the stages in which a gradient of it arises.
+    """
+    stages = {staged.stage_of_block[block] for block in weight.blocks}
+    if len(stages) == 1:
+        return stages.pop()
+    if staged.gathered or len(giving) != 1:
+        return None
+    (stage,) = giving
+    alike = len({frozenset(stage_ranks[other]) for other in stages}) == 1
+    return stage if alike and len(stage_ranks[stage]) > 1 else None
 
 
 def sums_in_turn(schedule: Schedule) -> bool:

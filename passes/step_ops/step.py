@@ -12,6 +12,7 @@ from passes.costs.call_bytes import CallBytes, UnitKey
 from passes.step_ops.ahead import Ahead
 from passes.step_ops.messages import PlannedMessage, Routes
 from passes.step_ops.seconds import ActionSeconds
+from passes.step_ops.sharding import summing_stage
 from passes.step_ops.units import Units
 
 
@@ -93,8 +94,19 @@ class Step:
         return [frozenset([(a.kind, a.stage) for a in of_rank if a.kind in "FT"]) for of_rank in self.schedule.ranks]
 
     def own_gradients(self, stage: int) -> dict[str, int]:
-        """Bytes of the trained weights that no other stage has, by name."""
-        return {w.name: w.num_bytes for w in self._own_weights(stage) if w.trained}
+        """Bytes of the trained weights whose gradients its replicas sum, by name."""
+        found = (w for w in self._weights_of(stage) if w.trained and self._summed_by.get(w.name) == stage)
+        return {w.name: w.num_bytes for w in found}
+
+    @cached_property
+    def _summed_by(self) -> Mapping[str, int | None]:
+        """The stage whose replicas sum the gradients of a trained weight, by its name."""
+        given = self.units.staged, self.stage_ranks
+        return {w.name: summing_stage(w, *given, self.giving(w)) for w in self.case.costs.weights if w.trained}
+
+    def stages_of(self, weight: Weight) -> set[int]:
+        """The stages that have it."""
+        return {self.units.staged.stage_of_block[block] for block in weight.blocks}
 
     def own_frozen(self, stage: int) -> dict[str, int]:
         """Bytes of the frozen parameters that no other stage has, and no component, by name."""
@@ -102,8 +114,7 @@ class Step:
         return {w.name: w.num_bytes for w in frozen if w.kind == "parameter"}
 
     def _own_weights(self, stage: int) -> Iterator[Weight]:
-        of_block = self.units.staged.stage_of_block
-        return (w for w in self._weights_of(stage) if {of_block[b] for b in w.blocks} == {stage})
+        return (w for w in self._weights_of(stage) if self.stages_of(w) == {stage})
 
     def _weights_of(self, stage: int) -> Sequence[Weight]:
         return self.case.costs.weights_of(self.units.staged.blocks(stage))
@@ -161,10 +172,9 @@ class Step:
 
     @cached_property
     def tied(self) -> list[tuple[Weight, set[int]]]:
-        """Every trained weight that several stages have, and these."""
-        weights = (weight for weight in self.case.costs.weights if weight.trained and len(weight.blocks) > 1)
-        found = [(weight, {self.units.staged.stage_of_block[block] for block in weight.blocks}) for weight in weights]
-        return [tied for tied in found if len(tied[1]) > 1]
+        """Every trained weight whose gradients several stages exchange, and these."""
+        weights = (w for w in self.case.costs.weights if w.trained and self._summed_by[w.name] is None)
+        return [(weight, self.stages_of(weight)) for weight in weights if weight.blocks]
 
     def tied_of(self, stage: int) -> dict[str, int]:
         """Bytes by name of a stage's gradients of weights that other stages have, too."""

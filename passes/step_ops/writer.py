@@ -182,9 +182,10 @@ class RankWriter(Exchange[PlannedMessage, int]):
             self.ops.use(self.gathered[turn.number][0])
 
     def _forward(self, action: Action) -> None:
-        if action.kind == "F" and action.stage in self.refreshing:
-            self.ops.wait_for(self.closing.broadcasts[action.stage])
-            self.ops.use(self.refreshing.pop(action.stage))
+        for stage in self.closing.refreshing.get(action.stage, ()) if action.kind == "F" else ():
+            if stage in self.refreshing:
+                self.ops.wait_for(self.closing.broadcasts[stage])
+                self.ops.use(self.refreshing.pop(stage))
         unit, microbatch, size = (action.kind, action.stage), action.microbatch, self.step.sizes[action.microbatch]
         of, found = self.step.units.table[unit], self.step.calls.forward(unit, size)
         read = {name: self.read(name, microbatch) for name in (*of.makers, *self.step.sources[unit])}

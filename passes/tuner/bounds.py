@@ -21,6 +21,7 @@ from passes.placement.ports import message_seconds
 from passes.placement.shape import Shape
 from passes.schedules.policies import POLICIES
 from passes.step_ops.seconds import ActionSeconds
+from passes.step_ops.sharding import summing_stage
 from passes.tuner.recompute import numbers_in_flight
 
 _ROUNDING = 1e-9
@@ -158,10 +159,11 @@ def _uses(case: Case, group: tuple[int, ...]) -> list[Port | tuple[int, ...]]:
 def _summed(case: Case, staged: Staged) -> Iterator[tuple[int, tuple[int, ...], int]]:
     """Every stage with replicas, their ranks, and the bytes of gradients that they sum."""
     own = [0] * staged.num_stages
-    for weight in case.costs.weights:
-        stages = {staged.stage_of_block[block] for block in weight.blocks}
-        if weight.trained and len(stages) == 1:
-            own[stages.pop()] += weight.num_bytes
+    for weight in (weight for weight in case.costs.weights if weight.trained):
+        giving = {staged.stage_of_block[block] for block in weight.gives}
+        stage = summing_stage(weight, staged, staged.stage_ranks, giving)
+        if stage is not None:
+            own[stage] += weight.num_bytes
     for stage, (ranks, size) in enumerate(zip(staged.stage_ranks, own, strict=True)):
         if len(ranks) > 1 and size:
             yield stage, tuple(sorted(ranks)), size

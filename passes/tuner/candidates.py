@@ -128,7 +128,7 @@ def _names(case: Case, request: Request) -> tuple[str, ...]:
 def _shapes(request: Request, data_parallel: int, names: tuple[str, ...], strides: bool) -> Iterator[Shape]:
     """Every shape with so many pipelines."""
     places = request.world_size // data_parallel
-    if places == 1 and names != (LOOPED,) and request.is_open:
+    if places == 1 and request.is_open and request.conditioning is None:
         names = (PLAIN,)
     for name in names:
         for stages in _stages(request, name, places, data_parallel):
@@ -147,7 +147,9 @@ def _stages(request: Request, name: str, places: int, data_parallel: int) -> lis
     policy = POLICIES.get(name)
     if request.stages is not None or not request.is_open or policy is None:
         return [request.stages]
-    per_place = _OVERLAPPED if places == 1 and not policy.loops else policy.stages_per_rank
+    per_place = policy.stages_per_rank
+    if places == 1:
+        per_place = tuple(k * parts for k in per_place for parts in _OVERLAPPED)
     few = [s for s in _FEW if s < places and places % s] if name == PLAIN and data_parallel == 1 else []
     return [*few, *(places * k for k in per_place)]
 
