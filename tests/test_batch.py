@@ -189,6 +189,12 @@ STEPS: dict[str, tuple[str, str, int]] = {
         "sum",
         1,
     ),
+    "weights_as_others_are": (
+        "((h := scaled(m, x)) * (k := (ids > 3).type_as(h)[..., None].expand_as(h))).sum()"
+        " / (k.view_as(h) + torch.empty_like(h).fill_(1.0)).reshape_as(h).sum()",
+        "sum",
+        1,
+    ),
     "counted_in_bins": (
         "((h := scaled(m, x).mean((1, 2))).new_zeros(4).index_add(0, ids[:, 0] % 4, h)"
         " / h.new_zeros(4).index_add(0, ids[:, 0] % 4, h.new_ones(h.shape)).clamp(min=1)).sum()",

@@ -732,6 +732,7 @@ def test_failed_trials_leave_no_noise_and_no_hooks(middle: Middle, capfd: pytest
         lambda s, h, y: h * (2 if h.grad_fn is h.grad_fn and isinstance(h.grad_fn, Node) else 3),
         lambda s, h, y: (s.tail if hasattr(s, "tail") else s.add_module("tail", nn.Tanh()) or s.tail)(h),
         lambda s, h, y: h * float(s.table.numpy()[1] + numpy.asarray(s.table).sum()) * len(s.table.tolist()),
+        lambda s, h, y: h * F.binary_cross_entropy_with_logits(h, y.sigmoid(), (y > 0).type_as(h), reduction="none"),
     ],
 )
 def test_what_looks_like_a_refusal_and_is_none(middle: Middle) -> None:

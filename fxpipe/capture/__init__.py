@@ -51,6 +51,7 @@ from fxpipe.capture.outputs import Found, drop_unknown, is_number, outputs_of, s
 from fxpipe.capture.randomness import Draw
 from fxpipe.capture.sizes import alike_sizes, expression
 from fxpipe.capture.updates import Update, refuse_all, require_plain, require_seen, taken_out
+from fxpipe.capture.views import shape_nodes
 from fxpipe.capture.weights import check_weights
 from fxpipe.errors import CaptureError, ValuesError
 
@@ -218,13 +219,14 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     _mark_requires_grad(graph, wanted, tensors)
     graph.eliminate_dead_code()
     functionalise.refuse_hidden_writes(overwritten)
-    masked.write_whole(graph)
+    combines = masked.write_whole(graph)
+    _read_sizes(graph)
     expand_attention_dropout(graph)
     draws = hoist_draws(graph, constants)
     outputs, left_out = drop_unknown(graph, [*outputs, *seen])
     require_seen(updates, left_out)
     graph.eliminate_dead_code(is_impure_node=_has_effect)
-    _refuse_values(graph)
+    _refuse_values(graph, combines)
     _mark_requires_grad(graph, wanted, tensors)
     separate(graph, outputs)
     for node in graph.find_nodes(op="placeholder"):
@@ -321,15 +323,16 @@ def _refuse_sparse(graph: fx.Graph, is_step: bool) -> None:
             )
 
 
-def _refuse_values(graph: fx.Graph) -> None:
-    """Refuse numbers and sizes that depend on what tensors hold."""
+def _refuse_values(graph: fx.Graph, combines: fx.Node | None) -> None:
+    """Refuse numbers and sizes that depend on what tensors hold; an operation may be why what masks choose has one."""
+    why = "" if combines is None else f", and {combines.target} ({private.where(combines)}) may combine what is chosen"
     for node in graph.nodes:
         unknown = private.sizes.depends_on_values(node.meta.get("val"))
         if node.op == "call_function" and (unknown or _has_size_of_values(node)):
             raise ValuesError(
-                f"{private.where(node)}: {node.target}: its result's size or value depends on what a tensor holds; "
-                "keep it a tensor of fixed size (a weighted sum, torch.where, or gather by argsort instead of a mask "
-                "index, no .item())"
+                f"{private.where(node)}: {node.target}: its result's size or value depends on what a tensor "
+                f"holds{why}; keep it a tensor of fixed size (a weighted sum, torch.where, or gather by argsort "
+                "instead of a mask index, no .item())"
             )
 
 
@@ -371,6 +374,27 @@ def _not_broadcast(node: fx.Node) -> fx.Node | None:
     (given,) = source.args
     item: fx.Node = given[index]  # type: ignore[index, assignment]
     return item if alike_sizes(item.meta["val"].shape, node.meta["val"].shape) else None
+
+
+_SHAPED_AS = {
+    torch.ops.aten.expand_as.default: torch.ops.aten.expand.default,
+    torch.ops.aten.view_as.default: torch.ops.aten.view.default,
+    torch.ops.aten.reshape_as.default: torch.ops.aten.reshape.default,
+}
+
+
+def _read_sizes(graph: fx.Graph) -> None:
+    """What takes another value's shape or type is given these: it depends on nothing that the other one holds."""
+    for node in list(graph.nodes):
+        if node.target in _SHAPED_AS:
+            value, other = node.args
+            with graph.inserting_before(node):
+                node.args = (value, shape_nodes(graph, other))
+            node.target = _SHAPED_AS[node.target]
+        elif node.target is torch.ops.aten.type_as.default:
+            value, other = node.args
+            if value.meta["val"].device == other.meta["val"].device:
+                node.target, node.args = torch.ops.aten.to.dtype, (value, other.meta["val"].dtype)
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

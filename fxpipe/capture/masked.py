@@ -55,29 +55,40 @@ _RESHAPED = {"view", "reshape", "flatten", "unflatten", "_unsafe_view"}
 _ALONG = {
     "softmax", "log_softmax", "sum", "mean", "amax", "amin", "logsumexp", "var", "linalg_vector_norm", "cumsum", "cat",
     "split", "split_with_sizes", "chunk", "unbind", "select", "slice", "argmax", "argmin", "glu", "topk", "any", "all",
-    "sort", "flip",
+    "sort", "flip", "cosine_similarity",
 }  # fmt: skip
 _LAST: dict[str, Callable[[Any], float]] = {  # how many of the last dimensions are combined, by the second argument
     **dict.fromkeys(("layer_norm", "rms_norm"), len),
     **dict.fromkeys(("linear", "mm", "matmul"), lambda weight: 1 if weight.meta["val"].ndim < 3 else math.inf),
     "pad": lambda sizes: len(sizes) / 2,
 }
-_LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"}
+_LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "kl_div"}
+_CLASS_LOSSES = ("cross_entropy_loss", "nll_loss_nd")
 _COUNTED = {operator.mul: aten.mul.Tensor, operator.add: aten.add.Tensor, torch.sym_max: aten.clamp_min.default}
-_STANDS = {"embedding": 0, "index": 0, "one_hot": 0, "softmax": 1, "log_softmax": 1, "logsumexp": 1}
-_FINITE = _MOVED | _LOSSES | {
+_STANDS = {
+    "embedding": 0, "index": 0, "one_hot": 0, "gather": 0, "softmax": 1, "log_softmax": 1, "logsumexp": 1,
+    **dict.fromkeys(_CLASS_LOSSES, 0),
+}  # fmt: skip
+_FINITE = _MOVED | _LOSSES - {"kl_div"} | {
     "add", "sub", "rsub", "mul", "neg", "abs", "relu", "gelu", "silu", "tanh", "sigmoid", "clamp", "where",
     "masked_fill", "eq", "ne", "lt", "le", "gt", "ge",
 }  # fmt: skip
-_NONZERO = (aten.where.default, aten.nonzero_numpy.default)
+_CHOOSES: dict[str, Callable[[Any], list[Any]]] = {
+    "index": lambda args: args[1],
+    "masked_select": lambda args: [args[1]],
+    "index_select": lambda args: [*[None] * (args[1] % args[0].meta["val"].ndim), args[2]],
+}
+_NONZERO = (aten.where.default, aten.nonzero_numpy.default, aten.nonzero.default)
 
 
-def write_whole(graph: fx.Graph) -> None:
-    """Make what masks choose that of all places, as far as operations leave them apart."""
+def write_whole(graph: fx.Graph) -> fx.Node | None:
+    """Make what masks choose that of all places, as far as operations leave them apart; returns the first that may
+    combine them."""
     rewriter = _Rewriter(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and any(map(_is_of_values, [node, *node.all_input_nodes])):
             rewriter.visit(node)
+    return rewriter.combines
 
 
 class _Rewriter:
@@ -88,6 +99,7 @@ class _Rewriter:
         self.counts: dict[fx.Node, fx.Node] = {}  # numbers of places, as tensors
         self.masks: dict[Any, _Chosen] = {}  # by the symbol of their number
         self.node: fx.Node
+        self.combines: fx.Node | None = None
 
     def visit(self, node: fx.Node) -> None:
         self.node = node
@@ -95,6 +107,8 @@ class _Rewriter:
             with self.graph.inserting_before(node.next):
                 result = self._result(node)
         except _Unknown:
+            if self.combines is None and not self.chosen.keys().isdisjoint(node.all_input_nodes):
+                self.combines = node
             return
         if result is not None and _is_of_values(node):
             self.new[node] = result
@@ -110,8 +124,11 @@ class _Rewriter:
             self._number_of_place(node)
             return None
         by_place = args[0] not in given and all(one.place is not None for one in given.values())
-        if name in ("index", "masked_select") and by_place and _is_of_values(node):
-            return self._whole(node, [args[1]] if name == "masked_select" else args[1], given)
+        if name in _CHOOSES and by_place and _is_of_values(node):
+            return self._whole(node, _CHOOSES[name](args), given)
+        if name == "index" and args[0] not in given and (picked := _picked(args[1], args[0], given)):
+            whole = self._whole(node, picked[:1], given)
+            return self._make(aten.select.int, self._make(aten.gather.default, whole, 1, self._column(*picked)), 1, 0)
         if name == "sym_size":
             (one,) = given.values()
             self.counts[node] = self._make(aten.sum.default, one.flat)
@@ -123,7 +140,7 @@ class _Rewriter:
         if len({one.flat for one in given.values()}) > 1 or (not given and not node.all_input_nodes):
             raise _Unknown
         end = _ENDS.get(name)
-        if end is not None:
+        if end is not None and not (name in _CLASS_LOSSES and private.argument(node, "reduction") == 0):
             return end(self, node, given)
         if any(one.place is not None for one in given.values()):
             raise _Unknown
@@ -143,11 +160,18 @@ class _Rewriter:
         return made
 
     def _number_of_place(self, node: fx.Node) -> None:
-        """One of the results of `where(mask)`."""
+        """One of the results of `where(mask)`, or the one column of `nonzero(mask)`, or how many there are."""
         source: Any = node.args[0]
-        if node.target is not operator.getitem or source.target not in _NONZERO or _is_of_values(source.args[0]):
+        if source.target not in _NONZERO or _is_of_values(source.args[0]):
             raise _Unknown
-        self._start(node, source.args[0], 0, cast(int, node.args[1]))
+        if node.target is operator.getitem:
+            self._start(node, source.args[0], 0, cast(int, node.args[1]))
+        elif _name(node) == "sym_size":
+            self.counts[node] = self._make(aten.sum.default, self._make(aten.ne.Scalar, source.args[0], 0))
+        elif _name(node) in _RESHAPED | {"squeeze"} and source.args[0].meta["val"].ndim == node.meta["val"].ndim == 1:
+            self._start(node, source.args[0], 0, 0)
+        else:
+            raise _Unknown
 
     def _start(self, node: fx.Node, mask: fx.Node, dim: int, place: int | None = None) -> _Chosen:
         symbol = expression(next(size for size in node.meta["val"].shape if private.sizes.depends_on_values(size)))
@@ -215,8 +239,7 @@ class _Rewriter:
             whole = self.new.get(one, one)
             return whole if one not in given or number is None else self._filled(given[one], whole, number)
 
-        args, kwargs = fx.map_arg((_with(node, **changed), node.kwargs if not changed else {}), read)
-        return self._again(args, kwargs)
+        return self._again(*fx.map_arg(_with(node, **changed), read))
 
     def _of_result(self, node: fx.Node, made: fx.Node, given: Mapping[fx.Node, _Chosen]) -> _Chosen:
         """Where the places are in a result: in one dimension, with as many entries before it."""
@@ -262,6 +285,8 @@ class _Rewriter:
         """`index_put` and `masked_scatter`."""
         into, indices, value, *adds = node.args
         indices = indices if isinstance(indices, list | tuple) else [indices]
+        if (picked := _picked(indices, into, given)) and not (adds and adds[0]):
+            return self._put_picked(into, value, *picked)
         at, mask, dims = _indexed(indices, {key: one for key, one in given.items() if key is not value})
         one, ndim = given.get(value), mask.meta["val"].ndim  # type: ignore[arg-type]
         if one is None or into in given or one.dim != at or dims != [*range(ndim)] or not alike(one.mask, mask):
@@ -275,6 +300,21 @@ class _Rewriter:
         put = self._make(aten.reshape.default, whole, [*sizes[:at], *shape_nodes(self.graph, mask), *sizes[at + 1 :]])
         put = self._make(aten.add.Tensor, into, put) if adds and adds[0] else put
         return self._cast(self._make(aten.where.self, self._trailing(mask, len(below) - at - ndim), put, into))
+
+    def _column(self, mask: fx.Node, numbers: fx.Node) -> fx.Node:
+        """Numbers, of all places, 0 where none is chosen, in one column."""
+        return self._make(aten.unsqueeze.default, self._filled(self.chosen[numbers], self.new[numbers], 0), 1)
+
+    def _put_picked(self, into: Any, value: Any, mask: fx.Node, numbers: fx.Node) -> fx.Node:
+        """`into[mask, numbers] = value`, of what the mask chooses or one number."""
+        if into in self.chosen or (value.meta["val"].ndim and value not in self.chosen):
+            raise _Unknown
+        shape = [*shape_nodes(self.graph, mask), 1]
+        at = self._make(aten.reshape.default, self._column(mask, numbers), shape)
+        value = self._make(aten.reshape.default, self.new[value], shape) if value in self.chosen else value
+        kept = self._make(aten.gather.default, into, -1, at)
+        value = self._make(aten.where.self, self._trailing(mask, 1), value, kept)
+        return self._make(aten.scatter.src, into, -1, at, self._cast(value))
 
     def _add(self, node: fx.Node, given: Mapping[fx.Node, _Chosen]) -> fx.Node:
         into, dim, rows, value, *more = node.args
@@ -295,11 +335,11 @@ class _Rewriter:
 
     def _entropy(self, node: fx.Node, given: Mapping[fx.Node, _Chosen]) -> fx.Node:
         """Places that are not chosen are those to ignore."""
-        logits, target, weight, reduction, ignored, smoothing = _with(node)
-        if logits not in given or target not in given or target.meta["val"].ndim != 1 or reduction == 0:
+        (logits, target, weight, reduction, ignored, *smoothing), _ = _with(node)
+        if logits not in given or target not in given or target.meta["val"].ndim != 1:
             raise _Unknown
         labels = self._if_chosen(given[target], self.new[target], ignored)
-        return self._again((self.new[logits], labels, weight, reduction, ignored, smoothing), {})
+        return self._again((self.new[logits], labels, weight, reduction, ignored, *smoothing), {})
 
     def _make(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new node, marked as the one that it is made for, in no autocast."""
@@ -334,7 +374,7 @@ _ENDS = {
     "index_put": _Rewriter._put,
     "masked_scatter": _Rewriter._put,
     "index_add": _Rewriter._add,
-    "cross_entropy_loss": _Rewriter._entropy,
+    **dict.fromkeys(_CLASS_LOSSES, _Rewriter._entropy),
 }
 
 
@@ -342,12 +382,14 @@ def _name(node: fx.Node) -> str:
     return private.packet_name(node.target) or str(getattr(node.target, "__name__", ""))
 
 
-def _with(node: fx.Node, **changed: Any) -> tuple[Any, ...]:
-    """All arguments in order, some of them changed."""
+def _with(node: fx.Node, **changed: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """All arguments, those by place and in order, and by name, some of them changed."""
     if not isinstance(node.target, torch._ops.OpOverload) or not (changed or _name(node) in _ENDS):
-        return node.args
+        return node.args, node.kwargs
     given = private.arguments(node) | changed
-    return tuple(given.get(one.name, one.default_value) for one in node.target._schema.arguments)
+    found = [(one, given.get(one.name, one.default_value)) for one in node.target._schema.arguments]
+    by_name = {one.name: value for one, value in found if one.kwarg_only}
+    return [value for one, value in found if not one.kwarg_only], by_name
 
 
 def _is_of_values(node: fx.Node) -> bool:
@@ -368,6 +410,17 @@ def _indexed(indices: Sequence[Any], given: Mapping[fx.Node, _Chosen]) -> tuple[
     return at, places[0].mask, dims
 
 
+def _picked(indices: Any, source: Any, given: Mapping[fx.Node, _Chosen]) -> tuple[fx.Node, fx.Node] | None:
+    """Of `source[mask, numbers]`, a number of the last dimension for all that the mask chooses: both."""
+    if len(indices) != 2 or indices[1] not in given or indices[0] is None:
+        return None
+    (mask, numbers), one = indices, given[indices[1]]
+    shape, kind = mask.meta["val"].shape, mask.meta["val"].dtype
+    fits = kind == torch.bool and one.place is None and numbers.meta["val"].ndim == 1 and alike(one.mask, mask)
+    below = source.meta["val"].shape
+    return (mask, numbers) if fits and len(below) == len(shape) + 1 and alike_sizes(shape, below[:-1]) else None
+
+
 def _keeps_apart(node: fx.Node, given: Mapping[fx.Node, _Chosen]) -> bool:
     """Whether an operation that is not elementwise computes every place by itself."""
     name, first = _name(node), node.args[0]
@@ -375,6 +428,10 @@ def _keeps_apart(node: fx.Node, given: Mapping[fx.Node, _Chosen]) -> bool:
         return name != "squeeze" or len(node.args) > 1
     if name in _ALONG:
         return not _acts(node, given)
+    if name == "gather" or name in _CLASS_LOSSES:
+        both = list(node.args[:3:2] if name == "gather" else node.args[:2])
+        rows = name == "gather" or node.args[1].meta["val"].ndim == 1  # type: ignore[union-attr]
+        return rows and all(one in given for one in both) and not (name == "gather" and _acts(node, given))
     if name in ("embedding", "index"):  # of a table that is not chosen from
         return first not in given and len(node.all_input_nodes) == 2
     if name not in _LAST or first not in given or len(given) > 1 or private.argument(node, "eps") == 0:

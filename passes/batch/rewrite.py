@@ -19,7 +19,10 @@ from passes.operations import operation_name
 
 aten = torch.ops.aten
 _SUM, _MEAN = 2, 1
-_FILLED = {"zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "full_like": None, "new_full": None}
+_FILLED = {
+    "zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "full_like": None, "new_full": None,
+    "empty_like": 0, "new_empty": 0,
+}  # fmt: skip
 _CLASS_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 
 
