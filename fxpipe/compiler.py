@@ -48,6 +48,7 @@ from fxpipe.options import (
     given_plan,
     given_precision,
     given_schedule,
+    require_within,
 )
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_check import require as require_plan
@@ -63,6 +64,7 @@ from passes.placement.cascade import require_first_pass
 from passes.tuner.candidates import require_possible
 from passes.tuner.plans import make_plan, usable_bytes
 from passes.tuner.request import Request
+from passes.tuner.simulate import simulate
 
 
 @progress()
@@ -175,7 +177,7 @@ def compile(
         _tell_left_out(step)
 
     # plan: who computes what, in which order; nothing is decided after it
-    chosen = made_by_rank_zero(lambda: asked.plan or asked.planned(step), asked.compared, rank)
+    chosen = made_by_rank_zero(lambda: asked.told(step) or asked.planned(step), asked.compared, rank)
     _require_fresh(chosen, step, rank if asked.plan is None else None)
     see("plan", chosen)
 
@@ -271,6 +273,20 @@ class Requested:
             "precision": str(self.example.autocast),
             "plan": given,
         }
+
+    def told(self, step: CostedStep) -> Plan | None:
+        """The plan that was made before, if any, with what its orders take: they may have been edited."""
+        plan = self.plan
+        if plan is None or (plan.cluster, plan.cost_model) != (str(self.cluster), self.priced):
+            return plan
+        _require_fresh(plan, step, None)
+        BackEnd(step, plan, self.device, self.example.conditioning).require_schedules()
+        orders = {"step": plan.step} if plan.steady is None else {"step": plan.step, "steady": plan.steady}
+        case = step.on(self.cluster, plan.staged.world_size)
+        found = {form: simulate(case, plan.staged, order, plan.microbatch_sizes) for form, order in orders.items()}
+        plan = replace(plan, predicted={form: simulated.prediction for form, simulated in found.items()})
+        require_within(plan, self.request.memory_limit_bytes)
+        return plan
 
     def planned(self, step: CostedStep) -> Plan:
         """The plan for it."""

@@ -198,12 +198,17 @@ def given_plan(plan: Plan | str | Path | None, world_size: int, limit_bytes: int
             continue
         told = f"says {name}={says[name]}" if name in says else "has chosen that"
         raise CompileError(f"{name}={value!r} beside a plan, which {told}; leave {name} out, or make another plan")
-    if limit_bytes is not None and known.peak_bytes is not None and known.peak_bytes > limit_bytes:
+    require_within(known, limit_bytes)
+    return known
+
+
+def require_within(plan: Plan, limit_bytes: int | None) -> None:
+    """Refuse a plan that needs more memory than there may be."""
+    if limit_bytes is not None and plan.peak_bytes is not None and plan.peak_bytes > limit_bytes:
         raise CompileError(
-            f"the plan needs {human_bytes(known.peak_bytes)} a rank, memory_limit is {human_bytes(limit_bytes)}; give "
+            f"the plan needs {human_bytes(plan.peak_bytes)} a rank, memory_limit is {human_bytes(limit_bytes)}; give "
             "a higher limit, or make a plan within it (fxpipe tune --memory-limit --save)"
         )
-    return known
 
 
 def given_sample_plan(plan: SamplePlan | str | Path | None, world_size: int, **asked: object) -> SamplePlan | None:

@@ -10,6 +10,7 @@ import pytest
 
 import fxpipe
 from cost_models.devices import device
+from fxpipe.errors import CompileError
 from fxpipe.plan.plan import Plan
 from tests import toy_model
 from tests.distributed import run_processes
@@ -132,6 +133,19 @@ def test_a_plan_by_a_measured_machine_holds_where_it_would_be_measured_otherwise
     assert fxpipe.compile(toy_model.frozen(), 2, plan=tmp_path / "plan.json").plan == plan
     text = fxpipe.compile(toy_model.frozen(), 2, plan=tmp_path / "plan.txt", cost_model="measured").plan
     assert text == replace(plan, outcomes=())
+
+
+def test_an_edited_order_is_told_what_it_takes_itself() -> None:
+    """In seconds, and in bytes, which a limit is held against."""
+    given = {"batch_size": 8, "microbatches": 4, "fill": "none"}
+    few, many = (
+        fxpipe.compile(toy_model.frozen(), 2, schedule=name, **given).plan  # type: ignore[arg-type]
+        for name in ("1f1b", "gpipe")
+    )
+    edited = replace(many, predicted=few.predicted)
+    assert fxpipe.compile(toy_model.frozen(), 2, plan=edited).plan.predicted == many.predicted != few.predicted
+    with pytest.raises(CompileError, match=r"the plan needs .* a rank, memory_limit is"):
+        fxpipe.compile(toy_model.frozen(), 2, plan=edited, memory_limit=few.peak_bytes)
 
 
 def test_what_the_plan_says_may_be_said_beside_it(saved: Path) -> None:
