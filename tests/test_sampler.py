@@ -240,6 +240,17 @@ def test_a_few_steps_of_either_kind_are_verified(
     assert len(steps) == 5
 
 
+def test_separate_norms_are_told_apart_from_exact_steps() -> None:
+    model = torch.nn.Sequential(torch.nn.GroupNorm(2, 4), torch.nn.Conv2d(4, 4, 3, padding=1)).double()
+    x = torch.linspace(-1, 3, 480, dtype=torch.float64).reshape(1, 4, 12, 10)
+    how: Any = {"sample": {"input": 2}, "patches": 2, "mode": "displaced", "warmup": 2}
+    for norms in ("separate", "merged"):
+        found = fxpipe.compile_sampler(model, 2, example={"input": x}, norms=norms, **how).verify()
+        assert found.ok
+        assert (found.displaced is not None and found.displaced > 0.01) == (norms == "separate")
+        assert ("in displaced steps, whose norms are separate" in str(found)) == (norms == "separate")
+
+
 def test_a_call_that_fails_leaves_nothing(displaced: fxpipe.Sampler) -> None:
     fast = displaced.pipeline()
     before = image(fast)
