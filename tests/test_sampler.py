@@ -154,6 +154,31 @@ def test_any_module_with_named_rows() -> None:
     assert same(sampler.predict(**given)["made"], model(**given)["made"])
 
 
+class Flipped(Rows):
+    """With an operation that no rule is known for."""
+
+    def __init__(self, much: bool) -> None:
+        super().__init__()
+        self.much = much
+
+    def forward(self, picture: Tensor, time: Tensor) -> dict[str, Tensor]:
+        made = super().forward(picture, time)["made"]
+        return {"made": made + (made if self.much else made[..., :1]).flip(2)}
+
+
+@pytest.mark.parametrize("cfg", [1, 2])
+def test_much_that_is_gathered_for_want_of_a_rule_is_a_warning(cfg: int, caplog: pytest.LogCaptureFixture) -> None:
+    for much in (True, False):
+        caplog.clear()
+        given = {"picture": noise(2, 2, 24, 200), "time": noise(2)}
+        options: Any = {"sample": {"picture": 2}, "patches": 2, "cfg": cfg}
+        sampler = fxpipe.compile_sampler(Flipped(much).double(), 2 * cfg, example=given, **options)
+        (note,) = [note for note in sampler.notes if "gathered" in note]
+        assert note.startswith("warning, ") == much
+        assert ("of an exact step's traffic: flip (flip) in" in caplog.text) == much
+        assert type(sampler.plan).parse(str(sampler.plan)) == sampler.plan
+
+
 class Named(diffusers.ModelMixin, diffusers.ConfigMixin):  # type: ignore[misc]
     """A denoiser whose arguments have names of its own."""
 

@@ -5,6 +5,7 @@ plan        samples in groups, stages, patches of the rows; given, or made here 
 programs    patches in turn through stages, or beside each other, group by group   -> SampleProgram, of own ranks
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from fxpipe.analysis import Observe
 from fxpipe.cluster import Cluster
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError, RunError
+from fxpipe.plan.rank_program import Message, Traffic
 from fxpipe.plan.sample_outcome import SampleOutcome
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.plan.sample_program import Form, SampleProgram
@@ -45,7 +47,13 @@ from fxpipe.sampling.step import SampleStep, Traced
 from fxpipe.sampling.trace import Tracing
 from fxpipe.simulate.op_lists import StepOps
 from fxpipe.simulate.sample_ops import sample_ops
+from passes.rows.follow import Note
 from passes.sampling.text import Text
+
+_log = logging.getLogger(__name__)
+
+_TOLD_SHARE = 0.01
+"""Of an exact step's traffic: what is gathered for want of a rule, and is more than that, is a warning."""
 
 Mode = Literal["exact", "displaced"]
 Proposed = tuple[SamplePlan, tuple[SampleOutcome, ...]]
@@ -197,7 +205,11 @@ class SampleLowering:
         wanted = range(plan.world_size) if rank is None else (rank,)
         programs, messages = programs_of(case, plan, line_for(case, plan), self.device, wanted)
         rows, again = case.rows(case.num_samples), partial(self._all_ranks, case.traced, case.num_samples)
-        return SampleStep(case.traced, plan, rows.inputs, case.likes, programs, messages, str(rows), again)
+        warned = _warned(plan, case.rows(case.group_size(plan.grid)).notes, messages["fresh"])
+        new = [note for note in warned.notes if note not in plan.notes]
+        if new and not rank:
+            _log.warning("%s%s", new[0], f"; and {len(new) - 1} more, see the plan's notes" * (len(new) > 1))
+        return SampleStep(case.traced, warned, rows.inputs, case.likes, programs, messages, str(rows), again)
 
     def _all_ranks(self, traced: Traced, batch_size: int, plan: SamplePlan) -> SampleStep:
         """The programs of all ranks, in this process alone."""
@@ -216,6 +228,17 @@ class SampleLowering:
         # of a plan that was given the request has those that do not watch
         speeds = self.request.speeds if self.setting is None else self.setting.cluster.speeds
         return sample_ops(programs, sent, step.likes, partial(_seconds_of, by, speeds), keeps_sent)
+
+
+def _warned(plan: SamplePlan, notes: Sequence[Note], sent: Sequence[Message]) -> SamplePlan:
+    """Notes of operations without a rule are warnings where what these gather is a good part of what is sent."""
+    most = _TOLD_SHARE * Traffic(tuple(sent)).total_bytes
+    told = dict[str, str]()
+    for note in notes:
+        own = sum(message.num_bytes for message in sent if message.kind == "gather" and message.value in note.values)
+        if own > most:
+            told[str(note)] = f"warning, {own / most * _TOLD_SHARE:.0%} of an exact step's traffic: {note}"
+    return replace(plan, notes=tuple(told.get(note, note) for note in plan.notes))
 
 
 def _next(plans: Iterator[Proposed], errors: Sequence[CompileError]) -> Proposed:

@@ -23,13 +23,14 @@ _NO_OTHER = "no rule says what it does with rows"
 
 @dataclass(frozen=True)
 class Note:
-    """An operation that gets its operands whole, as nothing better is known of it."""
+    """An operation that gets its operands whole, as nothing better is known of it; `values` are their names."""
 
     node: str
     operation: str
     module: str
     why: str
     num_bytes: int
+    values: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return f"{self.node} ({self.operation}) in {self.module}: {self.why}; gathered, {self.num_bytes} bytes"
@@ -89,7 +90,8 @@ class Walk:
         values = [node.meta["val"] for node in nodes]
         num_bytes = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
         path = call.node.meta.get("path") or "(the model itself)"
-        self.notes.append(Note(call.node.name, operation_name(call.node.target), path, why, num_bytes))
+        names = frozenset(node.name for node in nodes)
+        self.notes.append(Note(call.node.name, operation_name(call.node.target), path, why, num_bytes, names))
         share = _share(call)
         if share is not None:
             return Found(share, Whole(), dict.fromkeys(call.live))
