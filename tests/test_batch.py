@@ -141,6 +141,16 @@ def take_points(m: "Step", x: Tensor, ids: Tensor) -> Tensor:
     return m.linear(x)[rows, near % 4] + m.linear(x)[torch.arange(x.shape[0])[:, None].expand(-1, 4), ids % 4, None]
 
 
+def own_rows(m: "Step", x: Tensor, near: Tensor, step: int = 4) -> Tensor:
+    """As point clouds and graphs number the points of all samples."""
+    points, first = m.linear(x).reshape(-1, 6), torch.arange(x.shape[0])[:, None] * step
+    rows = (first[..., None] + near).flatten()
+    ends = torch.stack([(torch.arange(4).repeat(3) + first).view(-1), (first + torch.arange(12) // 3 % 4).view(-1)])
+    sums = points.new_zeros(points.shape).index_add(0, ends[0], points[ends[1]] - points.index_select(0, ends[0]))
+    more = torch.zeros_like(points).scatter_add(0, rows[:, None].expand(-1, 6), points[rows, :].square())
+    return sums * more + points[torch.arange(0, points.shape[0], 4).repeat_interleave(4) + 1]
+
+
 def put_entries(m: "Step", x: Tensor, ids: Tensor) -> Tensor:
     h, rows = m.linear(x), torch.arange(x.shape[0])
     h[rows, ids[:, 0]] = x[:, 0]
@@ -170,6 +180,7 @@ WORDS = {
     "take_points": take_points,
     "doubled": doubled,
     "put_entries": put_entries,
+    "own_rows": own_rows,
     "in_place": in_place,
 }
 
@@ -275,6 +286,7 @@ STEPS: dict[str, tuple[str, str, int]] = {
     "neighbours": ("take_points(m, x, ids).square().mean()", "mean", 0),
     "pooled_pairs": ("take_rows(m, torch.cat([x, 2 * x]), torch.cat([ids, ids + 1]) % 4).square().mean()", "mean", 0),
     "pooled_tokens": ("take_rows(m, x.flatten(0, 1), ids.reshape(-1, 1)).square().mean()", "mean", 0),
+    "own_rows": ("own_rows(m, x, torch.cdist(m.linear(x), x).topk(3)[1]).square().mean()", "mean", 0),
     "own_entries": ("put_entries(m, x, ids % 4).square().mean()", "mean", 0),
     "gathered": ("m.linear(x).gather(2, ids[..., None] % 6).square().mean()", "mean", 0),
     "in_place": ("F.mse_loss(in_place(m.linear(x)), y)", "mean", 0),
@@ -310,6 +322,7 @@ _NOT_SLICES = {
     "pooled_tokens",
     "own_entries",
     "batch_as_value",
+    "own_rows",
 }
 
 MIXES = "micro-batches would give another result than the whole batch"
@@ -333,6 +346,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "one_sample": ("scaled(m, x)[0].mean()", r"select.*dimension 0, the batch"),
     "some_samples": ("scaled(m, x)[1:].mean()", r"slice.*no multiple of the batch|picks some samples"),
     "shuffled": ("F.mse_loss(m.linear(x)[torch.randperm(x.shape[0])], y)", r"index.*by number"),
+    "rows_of_others": ("own_rows(m, x, ids[..., None]).square().mean()", r"index.*by number"),
+    "rows_of_a_shorter_table": ("own_rows(m, x, ids[..., None] % 2, 2).square().mean()", r"index.*by number"),
     "rows_by_repeated_number": (
         "m.linear(x).flatten(0, 1)[torch.arange(x.shape[0])[:, None].expand(-1, 4).reshape(-1)].square().mean()",
         r"index.*by number",

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.batch import own_rows
 from passes.batch.layout import Mixed, Result, RuleCall, State
 from passes.batch.lookups import at_numbers, index_put
-from passes.batch.rules import along, broadcast, no_batch_numbers
+from passes.batch.rules import along, broadcast, moved, no_batch_numbers
 from passes.operations import CASTS, EXPANSIONS, VIEWS, bound_arguments, dimension, operation_name
 
 _ADDED = {"index_add": "source", "scatter_add": "src", "scatter_reduce": "src", "index_put": "values"}
@@ -50,6 +51,8 @@ def added(call: RuleCall) -> list[Result]:
     if call.layout(base) is not None or not adds(call):
         if any(isinstance(one, State) and one.power for one in states):
             raise Mixed("it adds values that are divided by the number of samples")
+        if any(state.counts for state in map(call.states.__getitem__, call.operands) if isinstance(state, State)):
+            return _to_own_rows(call, base, source)
         return _OF_SAMPLES[call.name](call)
     no_batch_numbers(call)
     if call.batched():
@@ -58,6 +61,20 @@ def added(call: RuleCall) -> list[Result]:
     if len(set(states[int(is_zero(base)) :])) != 1:
         raise Mixed("it adds a sum over samples to a value of another scale", "add it to zeros")
     return states[1:]
+
+
+def _to_own_rows(call: RuleCall, base: fx.Node, source: fx.Node) -> list[Result]:
+    """What is added to rows of a table [B*N, ..], each sample's to its own."""
+    if call.name not in ("index_add", "scatter_add"):
+        return _OF_SAMPLES[call.name](call)
+    (index,), layout = call.tensors("index"), call.layout(base)
+    dim = dimension(call.arguments["dim"], base.meta["val"].ndim)
+    place = call.layout(index)
+    apart = place is not None and call.layout(source) == (place.at(dim) if call.name == "index_add" else place)
+    values = all(isinstance(state := call.states[one], State) and state.plain for one in (base, source))
+    if layout is None or not (apart and values and own_rows.are_of(call, index, layout, dim)):
+        raise Mixed("it adds samples where other samples' numbers say")
+    return moved(call, layout)
 
 
 def _require_own(call: RuleCall, base: fx.Node, source: fx.Node) -> None:

@@ -13,16 +13,18 @@ from torch import fx
 from fxpipe.capture import Capture
 from fxpipe.capture.backwards import OWN_GRADIENT
 from fxpipe.capture.reach import reached
-from passes.batch import composite, sums
+from passes.batch import composite, own_rows, sums
 from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, splits
 from passes.batch.own_gradients import follow_gradient
 from passes.batch.rules import pointwise
 from passes.batch.table import RULES
+from passes.operations import operation_name
 
 # Every choice of a layout is right where one is open; a wrong one only meets a refusal later. More tries than this at
 # one node mean that none fits.
 _TRIES = 100
 _MOVING = ("to", "_to_copy", "unsqueeze", "slice", "view", "reshape", "clone", "detach", "alias", "expand", "repeat")
+_BY_NUMBER = ("index", "index_put", "index_select", "index_add", "scatter_add")
 _SIZE_READERS = ("sym_size", "sym_numel", "sym_stride", "sym_storage_offset")
 
 
@@ -79,8 +81,20 @@ class Follow:
                 raise
             return self._of_whole(node)
         local = [(result, False) for result in results]
-        counted = any(isinstance(r, State) and r.form in ("partial", "position") for r in results)
-        return [*self._of_whole(node), *local] if counted and node not in self.depends else local
+        counted = any(isinstance(r, State) and (r.form == "partial" or r.counts) for r in results)
+        if not counted or node in self.depends:
+            return local
+        return [*local, *self._of_whole(node)] if self._is_looked_up(node) else [*self._of_whole(node), *local]
+
+    def _is_looked_up(self, node: fx.Node) -> bool:
+        """Whether it is among numbers at which what depends on a parameter is read."""
+
+        def users(one: fx.Node) -> list[fx.Node]:
+            return [] if operation_name(one.target) in _BY_NUMBER else list(one.users)
+
+        found = set(reached([node], users))
+        lookups = (one for one in found & self.depends if operation_name(one.target) in _BY_NUMBER)
+        return any(one.args[0] not in found for one in lookups)
 
     def _placeholder(self, node: fx.Node) -> list[tuple[Result, bool]]:
         kind = node.meta["kind"]
@@ -126,10 +140,11 @@ def _results(call: RuleCall) -> list[Result]:
     numbers = call.batch_numbers()
     if all(s == State() for s in states) and not numbers and not _has_batch(value):
         return [tuple(State() for _ in value) if isinstance(value, list | tuple) else State()]
-    if not all(s.plain or s.form == "position" for s in states) or (numbers and call.name in sums.PRODUCTS):
+    if not all(s.plain or s.counts for s in states) or (numbers and call.name in sums.PRODUCTS):
         return sums.linear(call, _rule)
-    if any(s.form == "position" for s in states) and call.name not in ("index", "index_put"):
-        return _position(call)
+    if any(s.counts for s in states) and call.name not in _BY_NUMBER:
+        moves = call.name in _MOVING and all(s.form == "position" for s in states)
+        return _position(call) if moves else own_rows.follow(call, _rule)
     return _rule(call)
 
 
@@ -141,8 +156,6 @@ def _rule(call: RuleCall) -> list[Result]:
 
 def _position(call: RuleCall) -> list[Result]:
     """What leaves every number at its own place along the batch."""
-    if call.name not in _MOVING:
-        raise Mixed("it computes with the numbers of samples")
     before, results = call.layout(call.operands[0]), [one for one in _rule(call) if isinstance(one, State)]
     if any(before is None or one.layout is None or one.layout.at(0) != before.at(0) for one in results):
         raise Mixed("it repeats the numbers of samples")

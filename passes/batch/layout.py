@@ -44,17 +44,25 @@ class State:
     partial  the whole batch's value is a sum over micro-batches
     whole    only the whole batch's value exists: no dimension of it can be cut into samples
     position the number of each sample, counted within the batch at hand (arange)
+    row      a number of one of its sample's `rows`, counted within the batch at hand; `most` above that of the first
 
     With b of B samples in the micro-batch, the whole batch's value is (b/B)**power times what `form` says.
     """
 
     layout: Layout | None = None
-    form: Literal["value", "partial", "whole", "position"] = "value"
+    form: Literal["value", "partial", "whole", "position", "row"] = "value"
     power: int = 0
+    rows: int = 0
+    most: int = 0
 
     @property
     def plain(self) -> bool:
         return self.form == "value" and self.power == 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether these are numbers of samples, or of their rows."""
+        return self.form in ("position", "row")
 
 
 Result = State | tuple[State, ...]

@@ -1,11 +1,19 @@
 """Lookups by number: tables indexed by each sample's numbers, samples indexed by fixed ones."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
-from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, splits
+from passes.batch import own_rows
+from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, factor, splits
 from passes.batch.rules import aligned, along, broadcast, moved, no_batch_numbers, shapes_of
 from passes.operations import acted_dims, dimension
+
+_OWN_ROWS = (
+    "give each sample's own rows: x[arange(B)[:, None], places], or, of a table [B*N, ...], arange(B)[:, None] * N + "
+    "places that are below N whatever is given, as those of topk or `% N` are"
+)
 
 
 def embedding(call: RuleCall) -> list[Result]:
@@ -34,6 +42,10 @@ def gather(call: RuleCall) -> list[Result]:
 def index_select(call: RuleCall) -> list[Result]:
     table, index = call.operands
     layout = call.layout(table)
+    own = own_rows.are_of(call, index, layout, dimension(call.arguments["dim"], table.meta["val"].ndim))
+    _no_counts(call, [table] if own else call.operands)
+    if own:
+        return moved(call, broadcast(shapes_of(call, [index])))
     if layout is None:
         return moved(call, call.layout(index) or Layout(0))
     if call.layout(index) is not None or layout.dim in acted_dims(call.arguments, table.meta["val"].ndim):
@@ -49,17 +61,27 @@ def index(call: RuleCall) -> list[Result]:
     if any(n.meta["val"].dtype in (torch.bool, torch.uint8) for n in used):
         raise Mixed("the size of its result depends on a mask's values", "use torch.where")
     at = indices[layout.dim] if layout is not None and layout.dim < len(indices) else None
+    if at is not None and own_rows.are_of(call, at, layout, layout.dim):  # type: ignore[union-attr]
+        _no_counts(call, [n for n in call.operands if n is not at])
+        return moved(call, broadcast(shapes_of(call, used)))
+    _no_counts(call, call.operands, "position")
     positions = [n for n in call.operands if call.states[n].form == "position"]  # type: ignore[union-attr]
     if positions != ([at] if at is not None else []) or (at and call.layout(at).at(0) != layout.at(0)):  # type: ignore[union-attr]
-        raise Mixed("it looks samples up by number")
+        raise Mixed("it looks samples up by number", _OWN_ROWS)
     if layout is None or at is not None:
         return moved(call, broadcast(shapes_of(call, used)))
     return moved(call, layout)
 
 
+def _no_counts(call: RuleCall, nodes: Sequence[fx.Node], *allowed: str) -> None:
+    if any(call.states[n].counts and call.states[n].form not in allowed for n in nodes):  # type: ignore[union-attr]
+        raise Mixed("it looks samples up by number", _OWN_ROWS)
+
+
 def index_put(call: RuleCall) -> list[Result]:
     table, indices = next(call.tensors("self")), call.arguments["indices"]
     (values,) = call.tensors("values")
+    _no_counts(call, call.operands, "position")
     layout, used = call.layout(table), [n for n in indices if n is not None]
     if any(call.states[n].form == "position" for n in used):  # type: ignore[union-attr]
         return _put_by_sample(call, table, values)
@@ -97,6 +119,8 @@ def arange(call: RuleCall) -> list[Result]:
     dims = batch_dims(call.node.meta["val"])
     if numbers["start"] in (None, 0) and numbers["step"] in (None, 1) and dims:
         return [State(layout, "position") for layout in splits(*dims[0])]
+    if numbers["start"] in (None, 0) and dims == [(0, 1)] and factor(numbers["end"]) == numbers["step"]:
+        return [State(Layout(0), "row", rows=numbers["step"])]
     raise Mixed("it counts over the batch")
 
 
