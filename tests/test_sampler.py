@@ -276,6 +276,22 @@ def test_separate_norms_are_told_apart_from_exact_steps() -> None:
         assert ("in displaced steps, whose norms are separate" in str(found)) == (norms == "separate")
 
 
+@pytest.mark.parametrize("layout", [{"advance": False}, {"stages": 2}])
+def test_moments_that_cannot_be_corrected_are_counted(layout: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """In the second of two displaced steps the first patch moves into the other one, which is taken to move as far."""
+    model = torch.nn.Sequential(torch.nn.GroupNorm(1, 2), torch.nn.Conv2d(2, 2, 3, padding=1))
+    apart = torch.linspace(-1, 1, 48).reshape(1, 2, 8, 3) + torch.tensor([-8.0] * 4 + [8.0] * 4).reshape(1, 1, 8, 1)
+    how: Any = {"sample": {"input": 2}, "patches": 2, "mode": "displaced", "warmup": 1, **layout}
+    sampler = fxpipe.compile_sampler(model, 2, example={"input": apart}, **how)
+    for last, told in ((apart, ""), (apart.abs(), "25 % of a call's displaced moments"), (apart, "")):
+        caplog.clear()
+        with sampler.call():
+            for x in (apart, apart, last):
+                sampler.predict(input=x)
+        assert told in caplog.text
+        assert bool(caplog.text) == bool(told)
+
+
 def test_a_call_that_fails_leaves_nothing(displaced: fxpipe.Sampler) -> None:
     fast = displaced.pipeline()
     before = image(fast)

@@ -4,7 +4,8 @@ flat = pack([k, v, edge])                         one message of several values
 k, v, edge = unpack(flat, shapes)                 a step later, on another rank
 carried = done(flat)                              what has arrived already, as if it had been posted
 k_now = advanced(k, k_change, alpha)              moved on by its own last change
-m = corrected_moments(latest, before, [0], ...)   others' moments moved on as one's own have moved
+m, usable = corrected(latest, before, [0], ...)   others' moments moved on as one's own have moved, and where they are
+usable = counted(usable before, [usable, ...])    of all of a step's corrected ones the share, added up over steps
 
 rows = own_rows(x, 1, 2, sizes, ...)              patch 1 of an input; of patches on their way it alone is waited for
 k = put(k, k_own, 2, ...)                         what a patch has of a value, over what it had in the step before
@@ -17,6 +18,8 @@ import torch
 from fxpipe.plan.row_ops import Stretch, cut_rows, merge_moments, shares
 from fxpipe.plan.transport import Pending
 
+USABLE = "usable"
+"""Under which a step carries what is `counted`."""
 UNUSABLE = 0.25  # of the merged variance: a corrected one below this is not used
 
 
@@ -62,6 +65,13 @@ def done(value: torch.Tensor) -> Pending[torch.Tensor]:
 def corrected_moments(
     latest: Sequence[torch.Tensor], before: Sequence[torch.Tensor], fresh: Sequence[int], counts: Sequence[int]
 ) -> torch.Tensor:
+    """What is `corrected`: the moments [2, samples, groups] alone."""
+    return corrected(latest, before, fresh, counts)[0]
+
+
+def corrected(
+    latest: Sequence[torch.Tensor], before: Sequence[torch.Tensor], fresh: Sequence[int], counts: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The moments of all patches' entries where only the patches `fresh` have told those of this step.
 
     The others are taken to have moved as these did. Li et al., "DistriFusion" (CVPR 2024), eq. 2, for any number of
@@ -79,7 +89,7 @@ def corrected_moments(
         counts: entries of every patch in one group.
 
     Returns:
-        The moments [2, samples, groups].
+        The moments [2, samples, groups], and which [samples, groups] of them are corrected ones.
     """
     merged = merge_moments(latest, counts)
     mean, variance = merged
@@ -89,10 +99,20 @@ def corrected_moments(
     apart = (now[0] - mean).add_(old[0] - mean)
     shift, change = torch.tensordot(torch.stack([moved, torch.addcmul(widened, moved, apart)]), weights, ([1], [0]))
     others = 1 - sum(counts[patch] for patch in fresh) / sum(counts)
-    corrected = variance.add(change, alpha=others).addcmul_(shift, shift, value=-(others**2))
-    usable = corrected > UNUSABLE * variance
-    found = torch.stack([mean.add(shift, alpha=others), corrected])
-    return torch.where(usable, found, merged)
+    widths = variance.add(change, alpha=others).addcmul_(shift, shift, value=-(others**2))
+    usable = widths > UNUSABLE * variance
+    found = torch.stack([mean.add(shift, alpha=others), widths])
+    return torch.where(usable, found, merged), usable
+
+
+def uncounted(like: torch.Tensor) -> torch.Tensor:
+    """What is `counted` before the first displaced step, on the device of another value."""
+    return torch.zeros((), dtype=torch.float32, device=like.device)
+
+
+def counted(before: torch.Tensor, usable: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The shares of corrected moments that were usable, added up over the steps so far and this one; on the device."""
+    return before + torch.cat([each.reshape(-1) for each in usable]).mean(dtype=before.dtype)
 
 
 def own_rows(

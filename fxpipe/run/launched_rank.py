@@ -22,7 +22,7 @@ from fxpipe.run.marks import Marks, marks_of
 from fxpipe.run.ownership import is_empty, is_released
 from fxpipe.run.ranks import Ranks, shapes_of
 from fxpipe.run.read_ahead import version
-from fxpipe.run.sampling import BoundProgram, SampleRun, Tensors
+from fxpipe.run.sampling import BoundProgram, SampleRun, Tensors, tell_unusable
 from fxpipe.run.step_agreement import StepAgreement
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class LaunchedRank(Ranks):
                     raise
                 raised = error
             self._agreement.end()
-            self._run.reset()
+            tell_unusable([self._run.reset()])
         if raised is not None:
             raise raised
 

@@ -10,6 +10,7 @@ State belongs to a stream of one call: pipelines that predict twice a step, with
 programs compute `once` belongs to the call.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch import fx, nn
 
 from fxpipe.capture.surroundings import no_autocast
 from fxpipe.errors import RunError
+from fxpipe.plan.displaced_ops import USABLE
 from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.row_ops import join_patches
 from fxpipe.plan.sample_program import Parts, SampleProgram
@@ -28,6 +30,11 @@ from fxpipe.run.once import Once, Values
 from fxpipe.run.patched import Lazy, Patched, settled
 from fxpipe.run.segments import runnable_form
 from fxpipe.run.transport import RankThreads
+
+_log = logging.getLogger(__name__)
+
+_MUCH = 0.01
+"""Of the moments that are to be corrected: a warning where more cannot be."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -81,6 +88,7 @@ class _Stream:
 
     bound: BoundProgram
     carried: dict[str, Any]
+    num_displaced: int = 0
 
 
 class SampleRun:
@@ -105,7 +113,7 @@ class SampleRun:
             stream: whose state it is, where one step predicts more than once.
         """
         inputs = [tensors[name] for name in bound.program.inputs]
-        carried = self._carried(bound, stream)
+        carried, num_displaced = self._carried(bound, stream)
         form = _form(bound.program, form, bool(carried))
         wanted = bound.program.forms[form]
         if not wanted.carried:
@@ -118,7 +126,7 @@ class SampleRun:
             result = bound.run(form, *arguments)
             prediction, carries = result if wanted.carries else (result, {})
             if carries:
-                self._streams[stream] = _Stream(bound, carries)
+                self._streams[stream] = _Stream(bound, carries, num_displaced + 1 if form == "displaced" else 0)
             settled(inputs)  # of the step before, which is over where this one's work is done
             self._arrive()
             if wanted.parts is not None:
@@ -140,23 +148,29 @@ class SampleRun:
             lazy.get()
         self._coming = []
 
-    def reset(self) -> None:
-        """End a call: what is on its way is received and dropped, so that the next one begins with nothing."""
+    def reset(self) -> tuple[float, int]:
+        """End a call: what is on its way is received and dropped, so that the next one begins with nothing.
+
+        Returns:
+            Of every displaced step that corrects moments the share that could be used, added up; how many steps.
+        """
         self._arrive()
+        counts = [(one.carried[USABLE], one.num_displaced) for one in self._streams.values() if USABLE in one.carried]
         for stream in self._streams.values():
             _drop(stream.carried)
         self._streams.clear()
         self._once.forget()
         self._transport.flush()
+        return sum(float(usable) for usable, steps in counts if steps), sum(steps for _, steps in counts)
 
-    def _carried(self, bound: BoundProgram, stream: str) -> dict[str, Any]:
+    def _carried(self, bound: BoundProgram, stream: str) -> tuple[dict[str, Any], int]:
         """What the last step has carried for this program, and forgotten here: a step that raises leaves nothing."""
         last = self._streams.pop(stream, None)
         if last is None:
-            return {}
+            return {}, 0
         if last.bound is not bound:
             _drop(last.carried)
-        return last.carried
+        return last.carried, last.num_displaced if last.carried else 0
 
     def _end_step(self) -> None:
         """Nothing is waited for while something is on its way."""
@@ -185,6 +199,19 @@ def _drop(carried: dict[str, Any]) -> None:
     carried.clear()
 
 
+def tell_unusable(counts: Sequence[tuple[float, int]]) -> None:
+    """Say of a call how many of its corrected moments could not be used, by what `SampleRun.reset` gives."""
+    usable, steps = map(sum, zip(*counts, strict=True))
+    unusable = 1 - usable / steps if steps else 0.0
+    if unusable > 0:
+        _log.log(
+            logging.WARNING if unusable > _MUCH else logging.INFO,
+            "norms='corrected': %.2g %% of a call's displaced moments are used as norms='merged' has them, as their "
+            "corrected variances fall too far; more warm-up steps, or norms='sync', come nearer to one device",
+            100 * unusable,
+        )
+
+
 class LocalRun:
     """All ranks as threads of this process, over the steps of calls."""
 
@@ -200,7 +227,7 @@ class LocalRun:
 
     def reset(self) -> None:
         """End a call."""
-        self._each(lambda rank, run: run.reset())
+        tell_unusable(self._each(lambda rank, run: run.reset()))
 
     def _start(self) -> None:
         self._threads = RankThreads(self._world_size)

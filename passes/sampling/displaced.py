@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fxpipe.plan import displaced_ops, ops
+from fxpipe.plan.displaced_ops import USABLE
 from fxpipe.plan.rank_program import Message
 from passes.rows import RowPlan
 from passes.sampling.buckets import Key, key_of, leaving_last
@@ -54,6 +55,7 @@ class CrossingWriter(FormWriter):
         self.crossing, self.sends = crossing, carries
         self.buckets = [bucket for bucket in crossing.buckets if patch.index in bucket.channel]
         self.come = [bucket for bucket in self.buckets if bucket.dst == patch.index]
+        self.corrected = list[fx.Node]()  # of the exchanges of moments that are, where these may be used
 
     def corrects(self, exchange: Exchange) -> bool:
         return self.crossing.norms == "corrected" and self.crossing.of(exchange)
@@ -98,6 +100,8 @@ class CarryingWriter(CrossingWriter):
         exchange: Exchange = node.meta["exchange"]
         if self.corrects(exchange):
             self.carries[f"{exchange.name}_own"] = own
+            if USABLE not in self.carries:
+                self.carries[USABLE] = self.call(displaced_ops.uncounted, (own,), USABLE)
         return super().merged(node, own, received)
 
 
@@ -176,8 +180,20 @@ class DisplacedWriter(CrossingWriter):
         if self.sends:
             self.carries[f"{exchange.name}_own"] = own
         args = (self.ordered(own, received), [before], [self.patch.index], self.counts(node))
-        return self.call(displaced_ops.corrected_moments, args, node.name, None, node)
+        moments, usable = corrected(self, args, node)
+        self.corrected.append(usable)
+        return moments
 
     def finish(self) -> None:
+        if self.sends and self.corrected:
+            self.carries[USABLE] = self.call(displaced_ops.counted, (self.take(USABLE), self.corrected), USABLE)
         if not self.taken:
             self.graph.erase_node(self._carried)
+
+
+def corrected(writer: FormWriter, args: tuple[Any, ...], node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The moments, and where they are corrected ones."""
+    both = writer.call(displaced_ops.corrected, args, f"{node.name}_corrected")
+    return writer.call(operator.getitem, (both, 0), node.name, None, node), writer.call(
+        operator.getitem, (both, 1), f"{node.name}_usable"
+    )

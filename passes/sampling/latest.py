@@ -22,6 +22,7 @@ from fxpipe.plan.row_ops import Stretch
 from passes.operations import operation_name
 from passes.rows.layout import Rows
 from passes.sampling.cells import Cell, CellWriter
+from passes.sampling.displaced import corrected
 from passes.sampling.exchanges import Exchange
 from passes.sampling.patches import Patch
 
@@ -29,11 +30,15 @@ _VIEWS = ("reshape", "contiguous", "to", "getitem", "cut_rows", "edge_rows", "pu
 
 
 class Latest(dict[str, fx.Node]):
-    """By name, the node of every value that patches read of each other; at first what the step before has carried."""
+    """By name, the node of every value that patches read of each other; at first what the step before has carried.
+
+    `corrected`: of the step's corrected moments, where these are.
+    """
 
     def __init__(self, take: Callable[[str], fx.Node] | None) -> None:
         super().__init__()
         self._take = take
+        self.corrected = list[fx.Node]()
 
     def __missing__(self, name: str) -> fx.Node:
         assert self._take is not None, name
@@ -172,7 +177,9 @@ class LatestWriter(CellWriter):
         fresh = [patch.index for patch in self.patches if patch.index % self.turns <= turn]
         old = [self.latest[f"{name}_of_{patch}_before"] for patch in fresh]
         args = (self.ordered(own, received), old, fresh, self.counts(node))
-        return self.call(displaced_ops.corrected_moments, args, node.name, None, node)
+        moments, usable = corrected(self, args, node)
+        self.latest.corrected.append(usable)
+        return moments
 
     def apart(self, value: fx.Node) -> fx.Node:
         """A value that leaves the cell, in memory that no later patch writes."""

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.plan import ops, row_ops
+from fxpipe.plan import displaced_ops, ops, row_ops
+from fxpipe.plan.displaced_ops import USABLE
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import Form, Parts, SampleProgram
 from passes.rows import RowPlan
@@ -96,6 +97,9 @@ class _Displaced(RankWriter):
         """With the prediction in parts, as they come."""
         places, turns = range(self.piped.beside), range(self.piped.grid.turns)
         parts = [self.come(place, turn) for place in places for turn in turns]
+        if self.latest.corrected:
+            args = self._take(USABLE), self.latest.corrected
+            self.latest[USABLE] = self.call(displaced_ops.counted, args, USABLE)
         carries = {name: self.latest[name] for name in self.taken if name != BEGUN} | {BEGUN: self.begun}
         self.graph.output((parts, carries))
         return Form(self.graph, tuple(self.taken), tuple(carries), _parts(self.piped))
@@ -126,6 +130,8 @@ class _Fresh(RankWriter):
             args = bands, state.dim, _parts_of(state, piped.bands(plan))
             result = self.call(row_ops.join_patches, args, PREDICTION)
         self.carries[BEGUN] = self.begun
+        if USABLE in self.wanted:
+            self.carries[USABLE] = self.call(displaced_ops.uncounted, (result,), USABLE)
         self.graph.output((result, dict(self.carries)))
         return Form(self.graph, (), tuple(self.carries))
 
