@@ -216,7 +216,7 @@ def _tell_left_out(step: CostedStep) -> None:
     """Warn of what forward returns beside the loss that no step will."""
     reasons = dict.fromkeys(step.captured.left_out, "it is no tensor whose size is known before it runs")
     for name, why in {**reasons, **step.batch.left_out}.items():
-        warnings.warn(f"forward also returns {name}, which engines leave out: {why}", stacklevel=5)
+        warnings.warn(f"forward also returns {name}, which engines leave out: {why}", stacklevel=6)
 
 
 def _unfilled(step: CostedStep) -> tuple[str, ...]:

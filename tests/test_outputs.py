@@ -98,10 +98,10 @@ class Counting(Returning):
 
 
 def test_a_size_is_left_out_by_its_name() -> None:
-    """And nothing that torch knows of it."""
+    """And nothing that torch knows of it, at the user's own line."""
     with pytest.warns(UserWarning, match="forward also returns samples, ") as said:
         compiled(1, Counting(), schedule="gpipe", microbatches=2)
-    assert len(said) == 1
+    assert [warning.filename for warning in said] == [__file__]
 
 
 def test_outputs_cost_no_backward() -> None:
