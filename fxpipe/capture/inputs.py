@@ -254,8 +254,12 @@ def _check_leaf(leaf: Leaf, value: Any, shapes_alone: bool) -> None:
             got = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             was = f"input {leaf.name} was compiled as {leaf.constant!r}"
             is_number = type(value) in (int, float) and type(leaf.constant) in (int, float)
-            tensor = ", or compile with a tensor there, whose value may change" if is_number else ""
-            raise CompileError(f"{was}, called with {got}; compile again with it{tensor}")
+            more = ", or compile with a tensor there, whose value may change" if is_number else ""
+            if type(value) is type(leaf.constant) is str:
+                more = (
+                    ", or, where forward does not need it, as captions and paths, leave it out of batches (collate_fn)"
+                )
+            raise CompileError(f"{was}, called with {got}; compile again with it{more}")
         return
     if not isinstance(value, torch.Tensor):
         raise CompileError(f"input {leaf.name} must be a tensor, got {type(value).__name__}")
