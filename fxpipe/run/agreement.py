@@ -17,6 +17,8 @@ _OF_SOME = (
     "give every rank the same one; what is made of all gradients needs these on every rank: data_parallel= as many as "
     "ranks, and shard='none'"
 )
+_WORD, _SENTENCE = 20, 400
+"""Characters of a value that is told; digests are longer words, what was captured are longer texts."""
 _ALIKE = "seed every process alike before building the model, or load the same checkpoint on all"
 
 
@@ -66,7 +68,7 @@ def _refuse(values: Mapping[int, Values], remedy: str = "give every rank the sam
 def _shown(value: object) -> str:
     """Where it says something to a reader, as digests do not."""
     text = str(value) if isinstance(value, int | float | str) else ""
-    is_short = 0 < len(text) < (400 if " " in text else 20)
+    is_short = 0 < len(text) < (_SENTENCE if " " in text else _WORD)
     return f" ({text})" if is_short else ""
 
 

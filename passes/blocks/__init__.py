@@ -33,6 +33,8 @@ from passes.blocks.skips import edges
 
 _DEEPER = 4.0  # what a cut costs one module deeper
 _SLACK = 0.2  # a block may exceed its share by this much, rather than leave a crumb beside it
+_LUMPS = 1e-3  # of as many bytes, what few large values cost more than many small ones
+_BUSY = 0.02  # of a block's time: what takes less does not give it its name
 
 
 def analyse(capture: Capture, node_seconds: Mapping[str, float], target_blocks: int) -> BlockGraph:
@@ -173,7 +175,7 @@ def _costs(
         bars += barred[i]
         if not bars:
             depth = common(paths[i - 1], paths[i]) + (nodes[i - 1] in moved)
-            places.append(_Place(i, (1 + total + 1e-3 * sqrt(squares)) * _DEEPER**depth))
+            places.append(_Place(i, (1 + total + _LUMPS * sqrt(squares)) * _DEEPER**depth))
     return places
 
 
@@ -237,7 +239,7 @@ def _main_nodes(run: Sequence[fx.Node], node_seconds: Mapping[str, float]) -> li
     """Without what takes no time worth speaking of, and without glue between modules where there is more."""
     total = _seconds([n.name for n in run], node_seconds)
     calls = [n for n in run if isinstance(n.target, torch._ops.OpOverload)] or list(run)
-    busy = [n for n in calls if node_seconds.get(n.name, 0.0) > 0.02 * total] or calls
+    busy = [n for n in calls if node_seconds.get(n.name, 0.0) > _BUSY * total] or calls
     paths = {parts(n.meta["path"]) for n in busy}
     outer = {path[:depth] for path in paths for depth in range(len(path))}
     return [n for n in busy if parts(n.meta["path"]) not in outer]

@@ -18,6 +18,7 @@ from passes.schedules.job_shop import JobShop, Orders, Run, run
 # Measured on 48 pipelines of 2 to 8 ranks and 2 to 32 micro-batches, loose and tight in memory, half a second and a
 # second each: windows of twice the size, or of five times the limit, end 0.2 to 1 % longer on average.
 _SMALLEST, _FIRST_SIZE = 16, 48.0  # operations of a window
+_SPREAD = 0.4  # of the size by which windows vary around it
 _GROWTH, _EASY = 1.1, 0.25  # a window that took less than this share of its limit may grow
 _IDLE = 0.5  # the share of windows around an idle moment
 _FIRST_LIMIT = 0.01  # deterministic seconds for one window: twice as many after each stall
@@ -40,7 +41,7 @@ def improve(shop: JobShop, starts: Sequence[Orders], *, limit: float, bound_tick
     best = found = Solved(starts[0], known.ticks, bound_ticks)
     size, most, stale = _FIRST_SIZE, _FIRST_LIMIT, 0
     while best.ticks > found.bound_ticks and found.spent < limit:
-        window = _window(shop, found.orders, known, int(size * random.uniform(0.6, 1.4)), random)
+        window = _window(shop, found.orders, known, int(size * random.uniform(1 - _SPREAD, 1 + _SPREAD)), random)
         step = reorder(
             shop, found.orders, window, limit=most, seed=random.randrange(2**31),
             bound_ticks=found.bound_ticks, known=known,
