@@ -128,7 +128,8 @@ class _Rewriter:
             return self._whole(node, _CHOOSES[name](args), given)
         if name == "index" and args[0] not in given and (picked := _picked(args[1], args[0], given)):
             whole = self._whole(node, picked[:1], given)
-            return self._make(aten.select.int, self._make(aten.gather.default, whole, 1, self._column(*picked)), 1, 0)
+            at = self._column(picked[1], args[0])
+            return self._make(aten.select.int, self._make(aten.gather.default, whole, 1, at), 1, 0)
         if name == "sym_size":
             (one,) = given.values()
             self.counts[node] = self._make(aten.sum.default, one.flat)
@@ -301,16 +302,19 @@ class _Rewriter:
         put = self._make(aten.add.Tensor, into, put) if adds and adds[0] else put
         return self._cast(self._make(aten.where.self, self._trailing(mask, len(below) - at - ndim), put, into))
 
-    def _column(self, mask: fx.Node, numbers: fx.Node) -> fx.Node:
-        """Numbers, of all places, 0 where none is chosen, in one column."""
-        return self._make(aten.unsqueeze.default, self._filled(self.chosen[numbers], self.new[numbers], 0), 1)
+    def _column(self, numbers: fx.Node, source: Any) -> fx.Node:
+        """Numbers of entries of the last dimension, of all places, 0 where none is chosen, in one column."""
+        filled = self._filled(self.chosen[numbers], self.new[numbers], 0)
+        from_end = self._make(aten.add.Tensor, filled, source.meta["val"].shape[-1])
+        filled = self._make(aten.where.self, self._make(aten.lt.Scalar, filled, 0), from_end, filled)
+        return self._make(aten.unsqueeze.default, filled, 1)
 
     def _put_picked(self, into: Any, value: Any, mask: fx.Node, numbers: fx.Node) -> fx.Node:
         """`into[mask, numbers] = value`, of what the mask chooses or one number."""
         if into in self.chosen or (value.meta["val"].ndim and value not in self.chosen):
             raise _Unknown
         shape = [*shape_nodes(self.graph, mask), 1]
-        at = self._make(aten.reshape.default, self._column(mask, numbers), shape)
+        at = self._make(aten.reshape.default, self._column(numbers, into), shape)
         value = self._make(aten.reshape.default, self.new[value], shape) if value in self.chosen else value
         kept = self._make(aten.gather.default, into, -1, at)
         value = self._make(aten.where.self, self._trailing(mask, 1), value, kept)
