@@ -312,3 +312,18 @@ def test_one_patch_is_one_device() -> None:
     programs, steps = compiled(UNET).cut(1), moving(UNET)
     for inputs, found in zip(steps, sampled(LocalRun(1), programs.bound(), programs, steps), strict=True):
         assert error(found, one_device(UNET, inputs)) <= KEYS[UNET]
+
+
+def test_what_a_form_does_not_take_is_let_go_of_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a second exact step, which reads little of what the first one carries."""
+    programs, run, own = cut(UNET, 2), BoundProgram.run, list[bool]()
+
+    def seen(self: BoundProgram, form: str, *arguments: object) -> object:
+        carried = next((one for one in arguments if isinstance(one, dict)), {})
+        own.append({*carried} == {*self.program.forms[form].carried})
+        return run(self, form, *arguments)
+
+    monkeypatch.setattr(BoundProgram, "run", seen)
+    sampled(LocalRun(2), programs.bound(), programs, moving(UNET))
+    assert len(own) == 2 * len(FORMS)
+    assert all(own)

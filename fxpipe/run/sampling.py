@@ -116,8 +116,7 @@ class SampleRun:
         carried, num_displaced = self._carried(bound, stream)
         form = _form(bound.program, form, bool(carried))
         wanted = bound.program.forms[form]
-        if not wanted.carried:
-            _drop(carried)
+        _drop({name: carried.pop(name) for name in sorted(carried.keys() - {*wanted.carried})})
         inputs = inputs if wanted.carried else settled(inputs)
         with torch.no_grad(), no_autocast():  # casts are in the programs
             known = bound.known(tensors, self._once)
