@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import nn
 
 from cost_models.devices import device
-from fxpipe.analysis import Cut, costed_step, example_of
+from fxpipe.analysis import StepCut, costed_step, example_of
 from fxpipe.cluster import Cluster
 from fxpipe.models.backbones import PredictionStep
 from fxpipe.plan.block_graph import BlockGraph
@@ -125,7 +125,7 @@ def prepare(make: Callable[[], nn.Module], cluster: Cluster, num_blocks: int) ->
         step = PredictionStep(make())
     example, ends = example_of(step, None, 8), {"": time.process_time()}
     found = costed_step(
-        example, device(cluster.device), Cut(num_blocks, or_whole=True),
+        example, device(cluster.device), StepCut(num_blocks, or_whole=True),
         see=lambda phase, made: ends.update({phase: time.process_time()}),
     )  # fmt: skip
     case = found.on(cluster, cluster.num_ranks)

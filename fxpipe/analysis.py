@@ -107,7 +107,7 @@ def example_of(
 
 
 @dataclass(frozen=True)
-class Cut:
+class StepCut:
     """Into what a step is cut, as far as that is known before it is captured.
 
     `microbatches` is None where their number is open, `of_samples` what it is for another number of samples; seconds
@@ -122,22 +122,22 @@ class Cut:
     of_samples: Callable[[int], int | None] | None = None
 
     @staticmethod
-    def of(plan: Plan) -> "Cut":
+    def of(plan: Plan) -> "StepCut":
         """The one a plan was made for."""
         likely = -(-plan.batch_size // plan.cut.num_samples)
-        return Cut(plan.cut.num_blocks, None if plan.cut.divisible else 1, likely)
+        return StepCut(plan.cut.num_blocks, None if plan.cut.divisible else 1, likely)
 
 
 def planned_cut(
     batch_size: int, world_size: int, stages: int | None, microbatches: int | None, schedule: str | Schedule,
     multiple: int = 1,
-) -> Cut:  # fmt: skip
+) -> StepCut:  # fmt: skip
     """As a step is cut for so many ranks: blocks fine enough to balance, coarse enough to plan and to read."""
     of_samples = partial(asked_microbatches, microbatches, world_size=world_size, schedule=schedule, multiple=multiple)
     count = of_samples(batch_size)
     wanted = _BLOCKS_PER_STAGE * (stages or 2 * world_size)
     blocks = max(_MIN_BLOCKS, min(_MOST_BLOCKS, wanted), stages or 0)
-    return Cut(blocks, count, count or 2 * world_size, of_samples=of_samples)
+    return StepCut(blocks, count, count or 2 * world_size, of_samples=of_samples)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +222,7 @@ class CostedStep:
 def costed_step(
     example: Example,
     cost_model: CostModel,
-    cut: Cut,
+    cut: StepCut,
     device: torch.device = _CPU,
     see: Observe = lambda name, artefact: None,
     cache: Path | None = None,
@@ -286,11 +286,11 @@ def costed(
 ) -> CostedStep:
     """A step to look at rather than to compile: what has no micro-batches is costed all the same."""
     example = example_of(model, example_inputs, batch_size, autocast=given_precision(precision))
-    return costed_step(example, cost_model, Cut(num_blocks, None, likely, True), device)
+    return costed_step(example, cost_model, StepCut(num_blocks, None, likely, True), device)
 
 
 def _captured(
-    example: Example, cut: Cut, device: torch.device, cache: Path | None
+    example: Example, cut: StepCut, device: torch.device, cache: Path | None
 ) -> tuple[Capture, BatchPlan, int | None]:
     """The step, how it runs on micro-batches, and their number where it is fixed.
 

@@ -19,9 +19,9 @@ import torch
 
 from fxpipe.analysis import (
     CostedStep,
-    Cut,
     Example,
     Observe,
+    StepCut,
     costed_step,
     example_of,
     planned_cut,
@@ -234,7 +234,7 @@ class Requested:
 
     example: Example
     request: Request
-    cut: Cut
+    cut: StepCut
     cluster: Cluster
     cost_model: CostModel
     priced: str
@@ -364,7 +364,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     copies = given["data_parallel"] if asked == "auto" else given["data_parallel"] or 1
     alike = copies or 1 if trains_alike(given["shard"]) else 1  # such replicas have as many micro-batches each
     of_batch = example.batch_size, world_size, stages, microbatches, asked, alike
-    cut = Cut.of(known) if known else planned_cut(*of_batch)
+    cut = StepCut.of(known) if known else planned_cut(*of_batch)
     again = given["recompute"] if isinstance(given["recompute"], bool) else ()
     request = Request(
         asked, world_size, example.batch_size, copies, stages, cut.microbatches, given["collocation"], again, limit,

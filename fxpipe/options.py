@@ -13,7 +13,7 @@ from torch import nn
 
 from fxpipe.capture.inputs import call_of
 from fxpipe.cluster import Cluster
-from fxpipe.costs.held import Held
+from fxpipe.costs.held import CheckedCosts
 from fxpipe.costs.model import CostModel
 from fxpipe.errors import CompileError
 from fxpipe.models.backbones import PredictionStep, is_backbone
@@ -100,7 +100,7 @@ def held_cost_model(given: Any, or_text: str = "") -> CostModel:
             f"memory_bytes of cost_model {type(given).__name__} is {shown}; give a positive integer, or None where the "
             "memory is not known"
         )
-    return given if isinstance(given, Held) else Held(given)
+    return given if isinstance(given, CheckedCosts) else CheckedCosts(given)
 
 
 _COST_MODEL: dict[str, tuple[Any, ...]] = {"seconds": (None, 1), "moving_seconds": (1, 1), "drawing_seconds": ("", 1)}

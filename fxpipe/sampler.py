@@ -29,7 +29,7 @@ from fxpipe.plan.timeline import Timeline
 from fxpipe.plan.transport import T
 from fxpipe.run.patched import finished
 from fxpipe.run.ranks import Ranks
-from fxpipe.sampling.calibration import Calibration, Recorder, calibrated, made_of
+from fxpipe.sampling.calibration import Calibration, ExchangeRecorder, calibrated, made_of
 from fxpipe.sampling.quality import measured, same_draws
 from fxpipe.sampling.spread import Spread
 from fxpipe.sampling.step import SampleStep, Traced
@@ -222,7 +222,7 @@ class Sampler:
             raise CompileError(
                 f"slower={slower!r} is a share of a step's time: give 0.05 for 5 %, or another from 0 on"
             )
-        recorder = Recorder(self.denoiser)
+        recorder = ExchangeRecorder(self.denoiser)
         with recorder.streams.call():
             self._called(call, recorder)
 

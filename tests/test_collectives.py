@@ -9,7 +9,7 @@ from fxpipe.plan.timeline import END, Event, Timeline
 from fxpipe.show.report.figures import timeline_figure
 from fxpipe.show.trace_format import trace_events
 from fxpipe.simulate import walk
-from fxpipe.simulate.collectives import Collective, Collectives, ring_ports
+from fxpipe.simulate.collectives import Collective, SimulatedCollectives, ring_ports
 from fxpipe.simulate.op_lists import Op
 
 # A gather of 400 bytes over two ranks takes 1 + 200 / 100 = 3 s, an all-reduce twice that.
@@ -114,7 +114,7 @@ def test_one_that_a_rank_never_issues_is_a_deadlock() -> None:
 
 
 def test_spans_are_known_once_all_have_issued() -> None:
-    under_way = Collectives(CLUSTER)
+    under_way = SimulatedCollectives(CLUSTER)
     assert under_way.issue(1.0, 0, collective(0)) is None
     assert under_way.issue(3.0, 1, collective(0)) == (3.0, 9.0)
     assert under_way.issue(4.0, 1, collective(1, "reduce_scatter")) is None

@@ -12,7 +12,7 @@ from rich.console import Console
 from fxpipe.cluster import Cluster, Level
 from fxpipe.cluster.links import Link
 from fxpipe.costs.block_costs import BlockCosts, BlockSeconds
-from fxpipe.costs.block_values import Given, Values, Weight
+from fxpipe.costs.block_values import BatchValue, Values, Weight
 from fxpipe.costs.model import CostModel, NodeSeconds
 from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
@@ -110,7 +110,7 @@ def case(
     )
     kept = tuple(frozenset({i}) for i in range(num_blocks))
     values = Values((saved_bytes * BATCH,) * num_blocks, tuple(range(num_blocks)), kept, (frozenset(),) * num_blocks)
-    given = (Given("x", 8 * BATCH, (0,), ()),)
+    given = (BatchValue("x", 8 * BATCH, (0,), ()),)
     names = ("vae",) if frozen_seconds else ()
 
     def seconds(n: int) -> BlockSeconds:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import Block, BlockGraph, Edge
-from passes.placement.lines import Line, cut_line, uneven_line
+from passes.placement.lines import LineCosts, cut_line, uneven_line
 from passes.placement.lines.shortest import Stages, shortest_line
 from passes.placement.lines.traffic import traffic
 from passes.placement.memory import StageMemory
@@ -110,7 +110,7 @@ def test_cuts_avoid_the_slow_link() -> None:
     """Two nodes of two: the middle cut, between nodes, goes where little crosses; within a node it does not matter."""
     graph = chain(8, {(i, i + 1): 10**9 if i != 4 else 1 for i in range(7)})
     ranks = [(0,), (1,), (2,), (3,)]
-    line = Line(graph, [1.0] * 8, [0.5] * 8, [0.0] * 8, 1)
+    line = LineCosts(graph, [1.0] * 8, [0.5] * 8, [0.0] * 8, 1)
     assert cut_line(line, ranks, Cluster.parse("2x2xA100+Ethernet-1"), 8)[2] == 5
     assert cut_line(line, ranks, Cluster.parse("4xA100"), 8) == (0, 2, 4, 6, 8)
 
@@ -121,17 +121,17 @@ def test_a_wait_counts_where_few_micro_batches_are_in_flight() -> None:
     second = int(1 / (link.transfer_seconds(0, 1, 2 * 10**9) - link.transfer_seconds(0, 1, 10**9)) * 10**9)
     graph = chain(8, {(i, i + 1): second if i != 4 else 1 for i in range(7)})
     for waits, cut in ((False, 4), (True, 5)):
-        line = Line(graph, [1.0] * 8, [0.5] * 8, [0.0] * 8, 1, waits)
+        line = LineCosts(graph, [1.0] * 8, [0.5] * 8, [0.0] * 8, 1, waits)
         assert cut_line(line, [(0,), (1,)], link, 100) == (0, cut, 8)
 
 
 def test_memory_and_few_blocks() -> None:
     graph, cluster = chain(6, {}), Cluster.parse("2xA100")
-    line = Line(graph, [1.0] * 6, [0.5] * 6, [0.0] * 6, 1)
+    line = LineCosts(graph, [1.0] * 6, [0.5] * 6, [0.0] * 6, 1)
     memory = StageMemory([0.0] * 6, [1.0] * 6, [2, 1], [4, 4])
     assert cut_line(line, [(0,), (1,)], cluster, 8) == (0, 3, 6)
     assert cut_line(line, [(0,), (1,)], cluster, 8, memory) == (0, 2, 6)
     with pytest.raises(CompileError, match="no line of stages fits"):
         cut_line(line, [(0,), (1,)], cluster, 8, StageMemory([0.0] * 6, [1.0] * 6, [2, 1], [3, 3]))
-    short = Line(chain(2, {}), [1.0] * 2, [0.5] * 2, [0.0] * 2, 1)
+    short = LineCosts(chain(2, {}), [1.0] * 2, [0.5] * 2, [0.0] * 2, 1)
     assert cut_line(short, [(0,), (1,), (0,), (1,)], cluster, 8) == (0, 1, 2, 2, 2)

@@ -17,7 +17,7 @@ from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.simulate import simulate
 from passes.case import Case
 from passes.comparison import baselines
-from passes.comparison.baselines import Line
+from passes.comparison.baselines import LineBaseline
 from passes.comparison.data_parallel import accumulated, replicated
 from passes.placement import buckets
 from passes.step_ops import step_ops
@@ -131,7 +131,7 @@ def test_no_step_is_shorter_than_what_it_was_pruned_by(
 def test_no_line_is_shorter_than_its_bound(model: str, cluster: Cluster) -> None:
     case = replace(costed(model, "launching"), cluster=cluster, batch_size=70, limit_bytes=None)
     for stages, name in ((2, "gpipe"), (4, "gpipe"), (4, "1f1b")):
-        line = Line(case, name, stages, 4 // stages, recompute=name == "1f1b")
+        line = LineBaseline(case, name, stages, 4 // stages, recompute=name == "1f1b")
         for attempt in line.attempts([1, 5, 8, 17, 32]):
             seconds = simulate(attempt.write(), cluster).seconds
             assert attempt.bound_seconds <= seconds * (1 + 1e-9), attempt.setting

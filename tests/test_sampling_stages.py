@@ -15,7 +15,7 @@ from fxpipe.models.backbones import prediction_of
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.sampler import Sampler
 from fxpipe.sampling.step import SampleStep
-from passes.sampling.stages import Line
+from passes.sampling.stages import StageLine
 from tests.denoisers import small
 from tests.distributed import run_processes
 
@@ -24,9 +24,9 @@ KEYS = (UNET, "DiTTransformer2DModel", "SD3Transformer2DModel", "FluxTransformer
 
 
 @cache
-def compiled(key: str) -> tuple[Sampler, list[Line]]:
+def compiled(key: str) -> tuple[Sampler, list[StageLine]]:
     """A sampler of two stages, and the lines it has been cut into so far."""
-    lines: list[Line] = []
+    lines: list[StageLine] = []
     given = small(key)
     sampler = fxpipe.compile_sampler(
         given.model, 2, stages=2, cfg=1, example=given.example,
@@ -35,7 +35,7 @@ def compiled(key: str) -> tuple[Sampler, list[Line]]:
     return sampler, lines
 
 
-def laid_out(key: str, world_size: int, **how: Any) -> tuple[SampleStep, Line]:
+def laid_out(key: str, world_size: int, **how: Any) -> tuple[SampleStep, StageLine]:
     """The programs of another layout, of the same trace."""
     sampler, lines = compiled(key)
     lowering: Any = sampler.denoiser.lowering

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fxpipe
 import passes.step_ops
 from cost_models.devices import device
-from fxpipe.analysis import CostedStep, Cut, costed_step, example_of
+from fxpipe.analysis import CostedStep, StepCut, costed_step, example_of
 from fxpipe.back_end import BackEnd
 from fxpipe.capture.cache import cache_folder
 from fxpipe.cluster import Cluster, Level
@@ -109,7 +109,7 @@ def costed(name: str) -> CostedStep:
     torch.manual_seed(0)
     own = {"unet": lambda: TinyUNet("no_grad"), "tied": Tied, "returning": Returning}
     model = own.get(name, ZOO.get(name))()  # type: ignore[misc]
-    example, cut = example_of(model, None, BATCH_SIZE), Cut(NUM_BLOCKS, None, 4)
+    example, cut = example_of(model, None, BATCH_SIZE), StepCut(NUM_BLOCKS, None, 4)
     return costed_step(example, device("A100-80GB"), cut, cache=cache_folder(True))
 
 

@@ -21,7 +21,7 @@ from passes.case import Case
 from passes.tuner.candidates import candidates
 from passes.tuner.plans import make_plan, tuned
 from passes.tuner.request import Request
-from passes.tuner.search import Found, NothingFits, search
+from passes.tuner.search import NothingFits, RankedTrials, search
 from passes.tuner.simulate import simulate
 from passes.tuner.trial import Trial
 from passes.tuner.trials import Trials
@@ -49,7 +49,9 @@ def on(world_size: int, batch_size: int, cluster: Cluster | str = "", limit: int
     return replace(case(), cluster=where, world_size=world_size, batch_size=batch_size, limit_bytes=limit)
 
 
-def found(world_size: int, batch_size: int, cluster: Cluster | str = "", budget: float = 0.0, **asked: Any) -> Found:
+def found(
+    world_size: int, batch_size: int, cluster: Cluster | str = "", budget: float = 0.0, **asked: Any
+) -> RankedTrials:
     limit = asked.get("memory_limit_bytes")
     request = Request(asked.pop("schedule", "auto"), world_size, batch_size, budget_seconds=budget, **asked)
     return tuned(on(world_size, batch_size, cluster, limit), request)

@@ -9,7 +9,7 @@ import torch
 from fxpipe.cluster import Cluster
 from fxpipe.plan.transport import Pending, T, Transport
 from fxpipe.run.transport import num_bytes
-from fxpipe.simulate.collectives import Collective, Collectives
+from fxpipe.simulate.collectives import Collective, SimulatedCollectives
 from fxpipe.simulate.wires import Wires
 
 
@@ -19,7 +19,7 @@ class EmulatedNetwork:
 
     def __init__(self, cluster: Cluster) -> None:
         self._lock = threading.Lock()
-        self._wires, self._collectives = Wires(cluster), Collectives(cluster)
+        self._wires, self._collectives = Wires(cluster), SimulatedCollectives(cluster)
         self._ends: dict[int, float] = {}  # edge -> when its message arrives, or its collective is over; once known
 
     def send(self, edge: int, channel: tuple[int, int], num_bytes: int) -> None:

@@ -24,7 +24,7 @@ _OF_ONE: dict[str, Callable[..., Any]] = {
 _CONVERSIONS = ("int", "float", "complex", "index", "hash")
 
 
-class Ahead:
+class AlikeCalls:
     """A trace of one of `CALLS`, by its place there: which of the others go the same way, and whether forward has
     `converted` a number to what does not tell."""
 
@@ -49,7 +49,7 @@ class Count:
 
     __array_ufunc__ = None  # numpy's numbers leave operations to it
 
-    def __init__(self, values: Any, ahead: Ahead) -> None:
+    def __init__(self, values: Any, ahead: AlikeCalls) -> None:
         self.values, self.ahead = numpy.broadcast_to(values, CALLS.shape), ahead
 
     @property  # type: ignore[misc]

@@ -18,7 +18,7 @@ import torch
 
 from fxpipe.capture.files import is_installed
 from fxpipe.capture.holders import ABSENT, PLAIN, is_opaque
-from fxpipe.capture.kept_numbers import CALLS, Ahead, Count
+from fxpipe.capture.kept_numbers import CALLS, AlikeCalls, Count
 from fxpipe.capture.state import Written
 
 Lengths = dict[int, Count]
@@ -45,7 +45,7 @@ def later_is_other(written: Sequence[Written], second: Sequence[Written], again:
     for state in states if moving else []:
         left = numpy.ones(len(CALLS), bool)
         while left.any():
-            ahead = Ahead(_FAR if left.all() else int(left.argmax()))
+            ahead = AlikeCalls(_FAR if left.all() else int(left.argmax()))
             carried, lengths = _carried(state, ahead)
             found, traces = again(carried, lengths), traces + 1
             if found is None or ahead.converted or traces > _MOST:
@@ -62,7 +62,7 @@ def _by_place(written: Sequence[Written]) -> _State:
     return {one.place: one for one in written}
 
 
-def _carried(state: _State, ahead: Ahead) -> tuple[list[Written], Lengths]:
+def _carried(state: _State, ahead: AlikeCalls) -> tuple[list[Written], Lengths]:
     """What is written as it is after so many calls, and how long it is then."""
     lengths: Lengths = {}
     carried = [replace(one, after=_moved(one.before, one.after, ahead, lengths)) for one in state.values()]
@@ -79,11 +79,11 @@ def _carried(state: _State, ahead: Ahead) -> tuple[list[Written], Lengths]:
     return carried, lengths
 
 
-def _more(each: int, ahead: Ahead) -> int:
+def _more(each: int, ahead: AlikeCalls) -> int:
     return min(each * int(CALLS[ahead.place]), _LONGEST)
 
 
-def _moved(first: Any, second: Any, ahead: Ahead, lengths: Lengths) -> Any:
+def _moved(first: Any, second: Any, ahead: AlikeCalls, lengths: Lengths) -> Any:
     """A value of later calls, by those after two of them."""
     kind = type(second)
     if first is second or kind is not type(first):

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import sympy
 
-from fxpipe.costs.block_values import Given, Values, Weight
+from fxpipe.costs.block_values import BatchValue, Values, Weight
 from fxpipe.costs.polynomials import Polynomials
 
 
@@ -57,7 +57,7 @@ class BlockCosts:
     """
 
     weights: tuple[Weight, ...]
-    given: tuple[Given, ...]
+    given: tuple[BatchValue, ...]
     values: Values
     num_components: int
     at: Callable[[int], BlockSeconds]

@@ -29,7 +29,7 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class BatchValue:
     """A value of the whole batch that micro-batches take their samples of: bytes are those of its batch.
 
     `kind` is "input", "draw" (`target` is what draws it), or "whole": computed on the whole batch from others, those

@@ -12,7 +12,7 @@ from fxpipe.errors import CompileError
 
 
 @dataclass(frozen=True, eq=False)
-class Held(CostModel):
+class CheckedCosts(CostModel):
     """The same answers.
 
     Raises:

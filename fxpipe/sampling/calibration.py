@@ -42,7 +42,7 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class MeasuredExchange:
     """An exchange that may be displaced: its relative change from step to step, the mean over a call's displaced steps;
     seconds until a fresh one is there; whether it is one."""
 
@@ -57,7 +57,7 @@ class Calibration:
     """What was measured over so many `steps`, exchanges that are worth most first; seconds of a steady step before it,
     with what is fresh now, and with all fresh."""
 
-    exchanges: tuple[Exchanged, ...]
+    exchanges: tuple[MeasuredExchange, ...]
     steps: int
     before_seconds: float
     after_seconds: float
@@ -84,7 +84,7 @@ class Calibration:
         return table
 
 
-class Recorder:
+class ExchangeRecorder:
     """A denoiser on one device that keeps, of every exchange that steps displace, how much it changes."""
 
     def __init__(self, spread: Spread) -> None:
@@ -213,7 +213,7 @@ def calibrated(
             too_many = count
         count = (fits + too_many) // 2
     fresh = {*order[:fits]}
-    exchanged = (Exchanged(told(keys[at]), changes[at], seconds[at], at in fresh) for at in order)
+    exchanged = (MeasuredExchange(told(keys[at]), changes[at], seconds[at], at in fresh) for at in order)
     found = Calibration(tuple(exchanged), num_steps, before, after, exact)
     return found, _noted(made.plan, step.plan, found, after - now)
 

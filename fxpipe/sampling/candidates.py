@@ -33,7 +33,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SampleCandidate:
     """A layout for the samples of so many `requests`; `found` is what it would take, None where it cannot be, and
     `why`, or where `least_seconds` are too many."""
 
@@ -75,7 +75,7 @@ class Ranked:
     a request, `alone_seconds` what they take on one rank; `how` is as was asked for. `narrowed`: whether layouts are
     left out that were far from the best at another size."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[SampleCandidate, ...]
     num_samples: int
     alone_seconds: float
     setting: Setting
@@ -83,16 +83,16 @@ class Ranked:
     narrowed: bool = False
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> SampleCandidate:
         return self.candidates[0]
 
-    def fallbacks(self, num_samples: int) -> Iterator[Candidate]:
+    def fallbacks(self, num_samples: int) -> Iterator[SampleCandidate]:
         """Candidates for a call of so many samples, the best first."""
         for one in self.candidates:
             if one.made and not one.why and one.requests * self.num_samples == num_samples:
                 yield one
 
-    def outcomes(self, chosen: Candidate) -> Iterator[SampleOutcome]:
+    def outcomes(self, chosen: SampleCandidate) -> Iterator[SampleOutcome]:
         """What is to be said of them, where this one is taken."""
         for one in sorted(self.candidates, key=lambda one: one is not chosen):
             why = one.why if one is chosen or one.why else self._lost(one, chosen)
@@ -102,24 +102,24 @@ class Ranked:
                 numbers = one.found.seconds, one.found.wire_bytes, one.found.memory_bytes
                 yield SampleOutcome(one.layout, *numbers, why)
 
-    def _lost(self, one: Candidate, best: Candidate) -> str:
+    def _lost(self, one: SampleCandidate, best: SampleCandidate) -> str:
         longer = one.seconds / best.seconds - 1 if best.seconds else 0.0
         if longer < 0:
             return "not exact" if best.is_exact and not one.is_exact else "as long"
         return f"{longer:.1%} longer"
 
-    def expected(self, chosen: Candidate) -> Expected:
+    def expected(self, chosen: SampleCandidate) -> Expected:
         assert chosen.found is not None
         found, requests = chosen.found, chosen.requests
         sizes = found.wire_bytes, found.memory_bytes
         return Expected.of(self.setting.steps, found.seconds, requests * self.alone_seconds, *sizes, requests)
 
-    def considered(self, chosen: Candidate) -> tuple[str, ...]:
+    def considered(self, chosen: SampleCandidate) -> tuple[str, ...]:
         """The next best."""
         _, *others = self.outcomes(chosen)
         return tuple(map(str, others[:_TOLD]))
 
-    def notes(self, case: SampleCase, chosen: Candidate) -> Iterator[str]:
+    def notes(self, case: SampleCase, chosen: SampleCandidate) -> Iterator[str]:
         world_size, steps = chosen.request.world_size, self.setting.steps
         if world_size > 1 and chosen.seconds >= self.alone_seconds:
             yield f"{world_size} ranks are predicted to be no faster than one"

@@ -25,13 +25,13 @@ from fxpipe.sampling.seconds import operation_seconds
 from fxpipe.sampling.step import Traced
 from passes.batch import require_independent
 from passes.rows import RowPlan, analyse
-from passes.sampling.alike import Alike, Form, ends_apart
+from passes.sampling.alike import Alike, PatchForm, ends_apart
 from passes.sampling.alike import alike as alike_but_for_units
 from passes.sampling.attention import Shared, alike, layers, with_most_heads
 from passes.sampling.groups import Span
 from passes.sampling.patch_graph import attention_piece
 from passes.sampling.patches import Patch, even_bounds, patches_of
-from passes.sampling.stages import LateBlocks, Line, StageSpan, late_blocks, line_of, num_blocks, stage_spans
+from passes.sampling.stages import LateBlocks, StageLine, StageSpan, late_blocks, line_of, num_blocks, stage_spans
 from passes.sampling.text import alike as exchange_alike
 from passes.sampling.text import has_text, one_of_every_sort, shared_text, text_graph
 from passes.sampling.times import CALL, PATCH, binding_times, inputs_of_call, late_values
@@ -277,7 +277,7 @@ class SampleCase:
 
     def _alike(self, where: object, plan: RowPlan, patch: Patch, shared: frozenset[str]) -> Alike | None:
         """What patches there do; a graph of all operations is written at one size."""
-        known: dict[object, Form] = self.traced.of_all_sizes.setdefault("alike", {})
+        known: dict[object, PatchForm] = self.traced.of_all_sizes.setdefault("alike", {})
         found = alike_but_for_units(plan, patch, shared, known.get(where))
         if found is not None:
             known[where] = found.form
@@ -337,7 +337,7 @@ class SampleCase:
     @_once
     def columns(
         self, num_samples: int, columns: int, spans: tuple[StageSpan, ...]
-    ) -> tuple[Line, list[frozenset[str]]]:
+    ) -> tuple[StageLine, list[frozenset[str]]]:
         """Stages of so many samples; of every column their operations, and those before the patch that they need."""
         line, reads = line_of(self.blocks(num_samples, num_blocks(columns)), spans), self.rows(num_samples).sized.reads
 

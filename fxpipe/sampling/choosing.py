@@ -30,7 +30,7 @@ from fxpipe.plan.block_graph import human_bytes
 from fxpipe.plan.sample_plan import EXACT
 from fxpipe.sampling import bounds
 from fxpipe.sampling.attention import with_attention
-from fxpipe.sampling.candidates import Candidate, Ranked, Setting, few
+from fxpipe.sampling.candidates import Ranked, SampleCandidate, Setting, few
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.columns import Columns
 from fxpipe.sampling.estimate import estimate
@@ -93,7 +93,7 @@ def ranked(case: SampleCase, request: Request, setting: Setting, anew: bool = Fa
     return found
 
 
-def _ranked(case: SampleCase, request: Request, setting: Setting, looked_at: Sequence[Candidate]) -> Ranked:
+def _ranked(case: SampleCase, request: Request, setting: Setting, looked_at: Sequence[SampleCandidate]) -> Ranked:
     found = _warmed(case, looked_at, setting)
     if not any(one.found for one in found):
         chosen(case, request)  # says what is wrong with what was asked for
@@ -126,16 +126,16 @@ def _told(there: Ranked, most: float) -> dict[object, str | None]:
     return found
 
 
-def _fits(one: Candidate) -> bool:
+def _fits(one: SampleCandidate) -> bool:
     return one.found is not None and not one.why
 
 
-def _sort(one: Candidate) -> object:
+def _sort(one: SampleCandidate) -> object:
     """What layouts have in common that are about as much faster or slower than the best at another size."""
     return one.request.how.mode, one.request.num_patches, one.requests
 
 
-def _weight(one: Candidate) -> float:
+def _weight(one: SampleCandidate) -> float:
     """Of its seconds, where layouts are chosen."""
     return 1.0 if one.is_exact else _EXACT_WINS
 
@@ -147,14 +147,14 @@ def _way(way: Request, requests: int) -> object:
 
 def _narrowed(
     case: SampleCase, request: Request, setting: Setting, told: Mapping[object, str | None]
-) -> list[Candidate]:
+) -> list[SampleCandidate]:
     """All candidates; those of which another call has `told` why are not looked at. Of some it knows nothing, as where
     it has too few units."""
-    found, open_ones = list[Candidate](), list[tuple[bool, int, SampleCase, Request]]()
+    found, open_ones = list[SampleCandidate](), list[tuple[bool, int, SampleCase, Request]]()
     for requests, of_requests in _joined(case, request, setting):
         for way in ways(of_requests, request, setting):
             if why := told.get(key := _way(way, requests)):
-                found.append(Candidate(way, requests, why=why))
+                found.append(SampleCandidate(way, requests, why=why))
             elif key in told or _way(replace(way, fold=False), requests) not in told:  # else it has nothing to fold
                 open_ones.append((why is None, requests, of_requests, way))
     best, limit = inf, _limit(case, setting)
@@ -169,9 +169,9 @@ def _narrowed(
     return _timed(case, found, setting)
 
 
-def _found(case: SampleCase, request: Request, setting: Setting) -> list[Candidate]:
+def _found(case: SampleCase, request: Request, setting: Setting) -> list[SampleCandidate]:
     """All candidates; those that cannot be the best by what they take at least are not looked at."""
-    best, best_rows, found, open_ones = inf, inf, list[Candidate](), []
+    best, best_rows, found, open_ones = inf, inf, list[SampleCandidate](), []
     for requests, of_requests in _joined(case, request, setting):
         own = [*ways(of_requests, request, setting)]
         fresh = min((bounds.least_seconds(of_requests, way, 1) for way in own if _may_warm(way)), default=inf)
@@ -200,10 +200,10 @@ def _found(case: SampleCase, request: Request, setting: Setting) -> list[Candida
     return _timed(case, found, setting)
 
 
-def _slower(way: Request, requests: int, least_seconds: float, best: float) -> Candidate:
+def _slower(way: Request, requests: int, least_seconds: float, best: float) -> SampleCandidate:
     longer = least_seconds / requests / best - 1 if best else inf
     why = f"at least {longer:.1%} longer"
-    return Candidate(way, requests, why=why, least_seconds=least_seconds)
+    return SampleCandidate(way, requests, why=why, least_seconds=least_seconds)
 
 
 def _limit(case: SampleCase, setting: Setting) -> float:
@@ -216,19 +216,19 @@ def _may_warm(way: Request) -> bool:
     return way.how.mode == "exact" and way.stages is None
 
 
-def _fastest_rows(found: Sequence[Candidate], limit: float = inf) -> dict[int, Candidate]:
+def _fastest_rows(found: Sequence[SampleCandidate], limit: float = inf) -> dict[int, SampleCandidate]:
     """The fastest that fresh steps may be made by, of one request, by how many ranks watch."""
     fits = (one for one in found if one.found and not one.why and one.found.memory_bytes <= limit)
     rows = (one for one in fits if _may_warm(one.request) and one.requests == 1)
     return {one.request.watching: one for one in sorted(rows, key=attrgetter("seconds"), reverse=True)}
 
 
-def _warmed(case: SampleCase, found: Sequence[Candidate], setting: Setting) -> list[Candidate]:
+def _warmed(case: SampleCase, found: Sequence[SampleCandidate], setting: Setting) -> list[SampleCandidate]:
     """Displaced ones of a request with the fastest exact steps first, where a call is the faster for it, and fits."""
     limit = _limit(case, setting)
     by = _fastest_rows(found, limit)
 
-    def warmed(one: Candidate) -> Candidate:
+    def warmed(one: SampleCandidate) -> SampleCandidate:
         rows = by.get(one.request.watching)
         if rows is None or rows.found is None or one.is_exact or one.requests > 1:
             return one
@@ -331,29 +331,29 @@ def _ways_of(case: SampleCase, request: Request, stages: int) -> Iterator[Reques
 
 
 def _looked_at(
-    case: SampleCase, way: Request, setting: Setting, requests: int, others: Sequence[Candidate]
-) -> Candidate | None:
+    case: SampleCase, way: Request, setting: Setting, requests: int, others: Sequence[SampleCandidate]
+) -> SampleCandidate | None:
     """What a layout takes; None where it is one of the others."""
     try:
         made = with_attention(case, chosen(case, way), way.attention, setting.cluster, way.speeds)
     except CompileError as error:
-        return Candidate(way, requests, why=str(error))
+        return SampleCandidate(way, requests, why=str(error))
     if any(made == other.made and requests == other.requests for other in others):
         return None
     if made.spans is not None and setting.limit_bytes is not None and not way.speeds:
         held = Columns(case, made, setting.cluster).memory_bytes
         if held > setting.limit_bytes:
-            return Candidate(way, requests, made, replace(_UNTIMED, memory_bytes=held))
-    return Candidate(way, requests, made, estimate(case, made, setting.cluster, setting.steps, way.speeds))
+            return SampleCandidate(way, requests, made, replace(_UNTIMED, memory_bytes=held))
+    return SampleCandidate(way, requests, made, estimate(case, made, setting.cluster, setting.steps, way.speeds))
 
 
-def _timed(case: SampleCase, found: list[Candidate], setting: Setting) -> list[Candidate]:
+def _timed(case: SampleCase, found: list[SampleCandidate], setting: Setting) -> list[SampleCandidate]:
     """With the seconds of those that need more memory than there may be, unless all do: then nobody asks for them."""
     limit = _limit(case, setting)
     if not any(one.found and one.found.memory_bytes <= limit for one in found):
         return found
 
-    def timed(one: Candidate) -> Candidate:
+    def timed(one: SampleCandidate) -> SampleCandidate:
         if one.made is None or one.found is None or one.seconds < inf:
             return one
         own = case.of(one.requests * case.num_samples)
@@ -362,7 +362,7 @@ def _timed(case: SampleCase, found: list[Candidate], setting: Setting) -> list[C
     return [*map(timed, found)]
 
 
-def _fitting(case: SampleCase, found: Sequence[Candidate], setting: Setting) -> list[Candidate]:
+def _fitting(case: SampleCase, found: Sequence[SampleCandidate], setting: Setting) -> list[SampleCandidate]:
     """With a reason where a layout needs more memory than there may be."""
     device = case.cost_model.memory_bytes
     limit = setting.limit_bytes or device
@@ -382,7 +382,7 @@ def _fitting(case: SampleCase, found: Sequence[Candidate], setting: Setting) -> 
     ]
 
 
-def _best(found: Sequence[Candidate], alone_seconds: float) -> Candidate:
+def _best(found: Sequence[SampleCandidate], alone_seconds: float) -> SampleCandidate:
     """Of candidates by seconds: the fastest, an exact one where that is nearly as fast; of those that are as fast, and
     as fast as one rank, that with the most groups."""
     first = found[0]

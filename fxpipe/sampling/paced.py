@@ -10,11 +10,11 @@ from operator import itemgetter
 
 from fxpipe.sampling.links import Busy
 from passes.sampling.cells import cells
-from passes.sampling.stages import Line, Stage
+from passes.sampling.stages import Stage, StageLine
 
 
 def paced(
-    line: Line, num_turns: int, num_steps: int, seconds: Callable[[Stage, int], float],
+    line: StageLine, num_turns: int, num_steps: int, seconds: Callable[[Stage, int], float],
     hop: Callable[[Stage, int, str, int], Busy], shown: Callable[[Stage, int], Busy],
     on_bus: bool, follows: int,
 ) -> list[float]:  # fmt: skip

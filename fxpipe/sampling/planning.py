@@ -18,7 +18,7 @@ from fxpipe.plan.staged import PlannedCut, Staged
 from fxpipe.sampling.case import SampleCase
 from passes.sampling.cells import Cell, cells
 from passes.sampling.patches import even_bounds, patches_of, require_units, shared_bounds
-from passes.sampling.stages import LateBlocks, Line, Stage, StageSpan, line_of, num_blocks
+from passes.sampling.stages import LateBlocks, Stage, StageLine, StageSpan, line_of, num_blocks
 from passes.sampling.text import Text, balanced_bounds
 
 _ALL = Stage(0, 0, frozenset(), (), (), 0.0)
@@ -105,7 +105,7 @@ def choices_of(plan: SamplePlan) -> Choices:
     return Choices(plan.grid, spans, plan.bounds, plan.text_first, order, *told, warm=warm, watching=plan.watching)
 
 
-def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple[SamplePlan, Line | None]:
+def planned(case: SampleCase, made: Choices, cluster: str, priced: str) -> tuple[SamplePlan, StageLine | None]:
     """The plan with these choices, and its stages."""
     grid, size = made.grid, case.run_size(made.grid) if made.spans else case.num_samples
     cut = PlannedCut(num_blocks(grid.stages) if made.spans else 1, size)
@@ -153,7 +153,7 @@ def _require_watching(made: Choices) -> None:
         )
 
 
-def line_for(case: SampleCase, plan: SamplePlan) -> Line | None:
+def line_for(case: SampleCase, plan: SamplePlan) -> StageLine | None:
     """A plan's stages; None where there is one without blocks of its own."""
     spans = choices_of(plan).spans
     return None if spans is None else line_of(case.blocks(plan.cut.num_samples, plan.cut.num_blocks), spans)
@@ -320,7 +320,7 @@ def _labels(blocks: LateBlocks | None, spans: Sequence[StageSpan] | None) -> Ite
         yield f"{sum(blocks.seconds[start:stop]) / total:5.1%}  {span}"
 
 
-def _steady(case: SampleCase, made: Choices, line: Line | None) -> Schedule:
+def _steady(case: SampleCase, made: Choices, line: StageLine | None) -> Schedule:
     """The order of a step; a patch of samples that pass through stages together is its micro-batch."""
     grid, num_patches, num_runs = made.grid, len(made.bounds) - 1, 0
     ranks: list[tuple[Action, ...]] = []

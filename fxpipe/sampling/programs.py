@@ -31,14 +31,14 @@ from passes.sampling.piped import Piped
 from passes.sampling.piped_rank import piped_programs
 from passes.sampling.staged import Staged
 from passes.sampling.staged_rank import staged_programs
-from passes.sampling.stages import Line
+from passes.sampling.stages import StageLine
 from passes.sampling.times import inputs_of_call
 from passes.sampling.warm import with_warm
 from passes.sampling.watching import only, watched
 
 
 def programs_of(
-    case: SampleCase, plan: SamplePlan, line: Line | None, device: torch.device, ranks: Collection[int]
+    case: SampleCase, plan: SamplePlan, line: StageLine | None, device: torch.device, ranks: Collection[int]
 ) -> tuple[tuple[SampleProgram, ...], Mapping[str, tuple[Message, ...]]]:
     """The programs of these ranks, every form checked; all ranks' messages, by form.
 
@@ -65,7 +65,7 @@ def programs_of(
 
 
 def _lowered(
-    case: SampleCase, plan: SamplePlan, line: Line | None, device: torch.device, ranks: Collection[int]
+    case: SampleCase, plan: SamplePlan, line: StageLine | None, device: torch.device, ranks: Collection[int]
 ) -> Alone:
     """The programs of one layout."""
     size = plan.grid.of_copy
@@ -75,7 +75,7 @@ def _lowered(
 
 
 def _piped(
-    case: SampleCase, plan: SamplePlan, line: Line | None, device: torch.device, ranks: Collection[int]
+    case: SampleCase, plan: SamplePlan, line: StageLine | None, device: torch.device, ranks: Collection[int]
 ) -> Alone:
     """Patches that follow each other through stages."""
     assert line is not None
@@ -89,7 +89,7 @@ def _piped(
 
 
 def _grouped(
-    case: SampleCase, plan: SamplePlan, line: Line | None, device: torch.device, ranks: Collection[int]
+    case: SampleCase, plan: SamplePlan, line: StageLine | None, device: torch.device, ranks: Collection[int]
 ) -> Alone:
     """Every group as if it were alone; then the groups together."""
     spans = plan.grid.spans(plan.num_samples)
@@ -106,7 +106,7 @@ def _grouped(
 
 
 def _alone(
-    case: SampleCase, size: int, plan: SamplePlan, line: Line | None, device: torch.device, ranks: Collection[int]
+    case: SampleCase, size: int, plan: SamplePlan, line: StageLine | None, device: torch.device, ranks: Collection[int]
 ) -> Alone:
     """Of one group: patches beside each other; with stages, samples after each other."""
     rows = case.rows(size)

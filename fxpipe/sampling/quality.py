@@ -19,7 +19,7 @@ import torch
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import EXACT, SamplePlan
 from fxpipe.plan.sample_quality import Measured, Quality
-from fxpipe.sampling.candidates import Candidate, Setting
+from fxpipe.sampling.candidates import SampleCandidate, Setting
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.choosing import ranked
 from fxpipe.sampling.lowering import SampleLowering
@@ -74,10 +74,10 @@ def _ways(spread: Spread, step: SampleStep, most: int) -> Iterator[tuple[str, fl
             yield str(one), one.found.seconds, one.is_exact, False, made
 
 
-def _candidates(lowering: SampleLowering, case: SampleCase) -> list[Candidate]:
+def _candidates(lowering: SampleLowering, case: SampleCase) -> list[SampleCandidate]:
     """All layouts, the fastest first."""
     asked, setting = lowering.request, replace(_setting(lowering), objective="latency")
-    found = list[Candidate]()
+    found = list[SampleCandidate]()
     for request in dict.fromkeys((asked, replace(asked, how=EXACT))):
         try:
             found += ranked(case, request, setting, anew=True).fallbacks(case.num_samples)
@@ -86,7 +86,7 @@ def _candidates(lowering: SampleLowering, case: SampleCase) -> list[Candidate]:
     return sorted(found, key=lambda one: one.seconds)
 
 
-def _is(plan: SamplePlan, one: Candidate) -> bool:
+def _is(plan: SamplePlan, one: SampleCandidate) -> bool:
     made = one.made
     assert made is not None
     return (made.grid, made.bounds, made.order) == (plan.grid, plan.bounds, plan.staged.schedule) and (

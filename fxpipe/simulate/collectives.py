@@ -51,7 +51,7 @@ class _Issued(NamedTuple):
     counts: dict[int, int]
 
 
-class Collectives:
+class SimulatedCollectives:
     """All that are under way on a cluster."""
 
     def __init__(self, cluster: Cluster, absent: Collection[int] = ()) -> None:

@@ -19,7 +19,7 @@ from math import inf
 from fxpipe.cluster import Cluster
 from fxpipe.errors import ScheduleError
 from fxpipe.plan.timeline import COLLECTIVES
-from fxpipe.simulate.collectives import Collective, Collectives, taken_seconds
+from fxpipe.simulate.collectives import Collective, SimulatedCollectives, taken_seconds
 from fxpipe.simulate.op_lists import Op, Transfer
 from fxpipe.simulate.wires import Arrival, Wires
 
@@ -35,7 +35,7 @@ class Machine:
         self._takes = any(level.link.taken_share or level.link.overhead_seconds for level in cluster.levels)
         self._owed = [0.0] * len(op_lists)
         absent = {rank for rank, ops in enumerate(op_lists) if not ops}
-        self._wires, self._collectives = Wires(cluster), Collectives(cluster, absent)
+        self._wires, self._collectives = Wires(cluster), SimulatedCollectives(cluster, absent)
         self._position = [0] * len(op_lists)
         self._ready = [(0.0, rank) for rank in range(len(op_lists))]
         self.arrival_seconds: dict[int, float] = {}  # by edge: when a message has arrived, or a collective is over

@@ -14,7 +14,7 @@ from passes.comparison.contest import walked_contestant
 from passes.comparison.fillers import fillers
 from passes.tuner.plans import tuned
 from passes.tuner.request import Request
-from passes.tuner.search import Found
+from passes.tuner.search import RankedTrials
 
 __all__ = ["baselines", "compare", "fillers", "ours"]
 
@@ -41,7 +41,7 @@ def ours(case: Case, request: Request) -> list[Contestant]:
     return found
 
 
-def _contestant(case: Case, name: str, found: Found) -> Contestant:
+def _contestant(case: Case, name: str, found: RankedTrials) -> Contestant:
     best = found.best
     assert best.simulated is not None
     return walked_contestant(case, name, str(best.outcome), best.simulated.clock, best.simulated.wire_bytes)

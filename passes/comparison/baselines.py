@@ -59,7 +59,7 @@ def baselines(case: Case) -> list[Contestant]:
             found.append(best(case, "GPipe, 2 stages", _gpipe(case, (False, True))))
             found.append(best(case, "GPipe, recomputed", _gpipe(case, (True,))))
         for title in ("GPipe", "1F1B"):
-            lines = [Line(case, title.lower(), ranks, 1, again) for again in (False, True)]
+            lines = [LineBaseline(case, title.lower(), ranks, 1, again) for again in (False, True)]
             found.append(best(case, title, (line.attempts(_counts(case, ranks)) for line in lines)))
     return [contestant for contestant in found if contestant is not None]
 
@@ -112,7 +112,7 @@ def _gpipe(case: Case, recompute: Sequence[bool]) -> Iterator[list[Attempt]]:
     copies = case.world_size // 2
     for count in (4, 8, 16, 32):
         for again in recompute:
-            ways = (Line(case, "gpipe", 2, copies, again, strided) for strided in {False, 2 < case.world_size})
+            ways = (LineBaseline(case, "gpipe", 2, copies, again, strided) for strided in {False, 2 < case.world_size})
             yield [attempt for way in ways for attempt in way.attempts([count])]
 
 
@@ -123,7 +123,7 @@ def _counts(case: Case, stages: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Line:
+class LineBaseline:
     """Stages in a line, one per rank of a pipeline, `copies` times."""
 
     case: Case

@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpipe.capture import Capture
 from fxpipe.costs.block_costs import BlockCosts, BlockSeconds, LocalCosts
-from fxpipe.costs.block_values import Given, Values, Weight
+from fxpipe.costs.block_values import BatchValue, Values, Weight
 from fxpipe.costs.model import CostModel, NodeSeconds, node_seconds
 from fxpipe.costs.polynomials import Floats
 from fxpipe.costs.table import CostTable
@@ -139,7 +139,7 @@ def _weights(captured: Capture, graph: BlockGraph) -> tuple[Weight, ...]:
     return tuple(weights)
 
 
-def _given(captured: Capture, graph: BlockGraph, batch: BatchPlan | None) -> tuple[Given, ...]:
+def _given(captured: Capture, graph: BlockGraph, batch: BatchPlan | None) -> tuple[BatchValue, ...]:
     """Inputs, draws and whole-batch values, in the order of the graph."""
     whole = batch.whole_batch if batch else ()
     stop = {captured.nodes[name] for name in whole}
@@ -160,7 +160,9 @@ def _given(captured: Capture, graph: BlockGraph, batch: BatchPlan | None) -> tup
         made_from = tuple(n for n in placeholders if captured.nodes[n].meta["kind"] not in STATE_KINDS)
         shared = batch is not None and layout is None
         readers = _readers([node], graph, {n for n in captured.graph.nodes if n.name in inner})
-        found.append(Given(node.name, formula(node.meta["val"]), *readers, kind, target, made_from, copied, shared))
+        found.append(
+            BatchValue(node.name, formula(node.meta["val"]), *readers, kind, target, made_from, copied, shared)
+        )
     return tuple(found)
 
 

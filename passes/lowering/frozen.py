@@ -24,7 +24,7 @@ from passes.batch.layout import Layout
 from passes.lowering.rank_writer import RankWriter, WholeBatch, carried_name, shape_only
 from passes.lowering.step_graphs import Key, StepGraphs
 from passes.lowering.units import Value
-from passes.step_ops.ahead import Ahead
+from passes.step_ops.ahead import AheadPieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +32,13 @@ class FrozenWork:
     """The pieces of a schedule, and who reads what they make."""
 
     step: StepGraphs
-    ahead: Ahead
+    ahead: AheadPieces
 
     @staticmethod
     def of(step: StepGraphs, schedule: Schedule, training: Schedule) -> "FrozenWork":
         """For the stages of `training`, in the step after."""
         samples = microbatch_samples(step.sizes)
-        return FrozenWork(step, Ahead(step.crossing, schedule, training, samples, step.layer_values))
+        return FrozenWork(step, AheadPieces(step.crossing, schedule, training, samples, step.layer_values))
 
     @cached_property
     def maker(self) -> dict[str, Key]:

@@ -21,7 +21,7 @@ from fxpipe.plan.rank_program import Message
 from passes.lowering.layout import Layout
 from passes.lowering.step_graphs import WHOLE_BATCH, StepGraphs
 from passes.lowering.units import Value
-from passes.step_ops.exchange import Exchange, Use
+from passes.step_ops.exchange import MessageWriter, Use
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def sorted_mail(messages: Iterable[Message], ranks: Iterable[int]) -> dict[int, 
     return {rank: Mail(incoming[rank], outgoing[rank]) for rank in incoming}
 
 
-class RankWriter(Exchange[Message, fx.Node]):
+class RankWriter(MessageWriter[Message, fx.Node]):
     """The graph of one rank as it grows. `values` holds the node of every value of every micro-batch read so far.
 
     Args:

@@ -17,10 +17,10 @@ from itertools import pairwise
 from fxpipe.costs.block_costs import BlockCosts
 from fxpipe.errors import CompileError
 from fxpipe.plan.block_graph import BlockGraph
-from passes.placement.lines import Line, part
+from passes.placement.lines import LineCosts, part
 from passes.placement.lines.traffic import traffic
 
-Cut = Callable[[Line, Sequence[tuple[int, ...]]], tuple[int, ...]]
+Cut = Callable[[LineCosts, Sequence[tuple[int, ...]]], tuple[int, ...]]
 """Cuts of a line, for these ranks of every stage."""
 
 _LOSS_BYTES = 64  # per sample, of what losses that are added up send at most
@@ -37,7 +37,7 @@ def borders(graph: BlockGraph, costs: BlockCosts) -> tuple[int, ...]:
     return tuple(found)
 
 
-def opposite(line: Line, found: Sequence[int], ranks: Sequence[tuple[int, ...]], cut: Cut) -> tuple[int, ...]:
+def opposite(line: LineCosts, found: Sequence[int], ranks: Sequence[tuple[int, ...]], cut: Cut) -> tuple[int, ...]:
     """Boundaries of the stages on `ranks`: one half for one group of backbones, then for the other.
 
     Of more than two backbones, neighbours form a group, so that both have about as much to do.
@@ -87,7 +87,7 @@ def first_stages(graph: BlockGraph, costs: BlockCosts, boundaries: Sequence[int]
 
 
 def two_passes(
-    line: Line, costs: BlockCosts, length: int, probability: float, ranks: Sequence[tuple[int, ...]], cut: Cut
+    line: LineCosts, costs: BlockCosts, length: int, probability: float, ranks: Sequence[tuple[int, ...]], cut: Cut
 ) -> tuple[int, ...]:
     """Boundaries of a stage of either pass on each of `ranks`: the second, cut with the first's expected time at its
     weights.

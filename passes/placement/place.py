@@ -22,7 +22,7 @@ from passes.case import Case
 from passes.placement.cascade import borders, first_pass, opposite, two_passes
 from passes.placement.collocation import is_collocated, loads, skip_pairs
 from passes.placement.lines import linear
-from passes.placement.lines.costs import Line, cut_line, reduction_pace
+from passes.placement.lines.costs import LineCosts, cut_line, reduction_pace
 from passes.placement.lines.traffic import traffic
 from passes.placement.lines.uneven import uneven_line
 from passes.placement.memory import Floats, StageMemory
@@ -95,11 +95,11 @@ def _unfolded(
     """Boundaries of a line, of two lines in opposite directions, or of two passes over one."""
     graph, costs = case.graph, case.costs
 
-    def cut(line: Line, ranks: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    def cut(line: LineCosts, ranks: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         rounds = max(1, wanted.stages // wanted.places) if line.directions == 1 else 1
         return cut_line(line, ranks, case.cluster, rounds * (microbatches - 1) + 1, memory)
 
-    line = Line(graph, times.total, times.backward_seconds, costs.trained_bytes, times.num_samples, wanted.waits)
+    line = LineCosts(graph, times.total, times.backward_seconds, costs.trained_bytes, times.num_samples, wanted.waits)
     if wanted.is_opposite:
         return opposite(line, borders(graph, costs), wanted.stage_ranks, cut)
     length = first_pass(graph, costs)

@@ -95,7 +95,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutRows:
     """Entries [start, stop) of the rows' dimension, which lie between parts or within whole ones."""
 
     start: int
@@ -119,7 +119,9 @@ class Attended(Same):
     finds better."""
 
 
-How = Same | Shaped | Window | Moments | Summed | Resized | Joined | Padded | Split | Cut | Written | Whole | Attended
+How = (
+    Same | Shaped | Window | Moments | Summed | Resized | Joined | Padded | Split | CutRows | Written | Whole | Attended
+)
 
 
 @dataclass(frozen=True)

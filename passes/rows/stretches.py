@@ -8,7 +8,7 @@ text, image      --cat----->          [B, T + L, C]       whole T | rows W
 import math
 
 from passes.operations import dimension
-from passes.rows.how import Cut, Found, Joined, Same, Split, Written
+from passes.rows.how import CutRows, Found, Joined, Same, Split, Written
 from passes.rows.layout import NeedRows, NoRule, Part, Place, RowCall, Rows, Slot, Units, shape_of
 from passes.rows.rules import aligned
 
@@ -47,7 +47,7 @@ def cut(call: RowCall) -> Found:
     if dimension(a["dim"], len(size)) != state.dim:
         return Found(state)
     if tuple(call.value.shape) == size:
-        return Found(state, Cut(0))
+        return Found(state, CutRows(0))
     if not call.value.shape[state.dim]:
         raise NoRule("it takes none of the rows")
     start, step = a.get("start") or 0, a.get("step", 1)
@@ -55,7 +55,7 @@ def cut(call: RowCall) -> Found:
     if step != 1:
         return _strided(call, state, start, step)
     stop = start + call.value.shape[state.dim]
-    return Found(within(state, start, stop, call.units), Cut(start))
+    return Found(within(state, start, stop, call.units), CutRows(start))
 
 
 def _strided(call: RowCall, state: Rows, start: int, step: int) -> Found:

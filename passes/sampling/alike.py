@@ -43,7 +43,7 @@ _FEW = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class PatchForm:
     """The graph of a patch, whatever its numbers. `lives` as of `PatchWork`; `firsts`: of every operation the one, by
     name, that is like it and written for the first of all captured ones that are `groups`; of values that another patch
     owns those that are `shared` are read. `captured`: what the captured operations read."""
@@ -86,7 +86,7 @@ class Alike:
 
     plan: RowPlan
     units: tuple[int, int]
-    form: Form
+    form: PatchForm
     pairs: Mapping[str, tuple[fx.Node, fx.Node]]
     _works: dict[object, PatchWork] = field(default_factory=dict)
 
@@ -133,7 +133,7 @@ class Alike:
         return _Made(made, sizes, inside, {node: of_firsts[first][1] for node, first in firsts.items()})
 
 
-def alike(plan: RowPlan, patch: Patch, shared: frozenset[str], known: Form | None = None) -> Alike | None:
+def alike(plan: RowPlan, patch: Patch, shared: frozenset[str], known: PatchForm | None = None) -> Alike | None:
     """What patches do that are where this one is, and own what it owns; None where each has its own graph.
 
     `known`: what such a graph was at another size.
@@ -149,7 +149,7 @@ def _units(plan: RowPlan) -> tuple[int, int]:
     return plan.units.count // 4, plan.units.count // 2
 
 
-def _form(plan: RowPlan, patch: Patch, shared: frozenset[str]) -> Form:
+def _form(plan: RowPlan, patch: Patch, shared: frozenset[str]) -> PatchForm:
     graph = patch_graph(plan, patch, None, shared)
     owners, number = owners_of(graph, plan), defaultdict[object, int](count().__next__)
     likes = {node: number[plain_like(node.meta.get("val"), {})] for node in graph.nodes}
@@ -166,16 +166,16 @@ def _form(plan: RowPlan, patch: Patch, shared: frozenset[str]) -> Form:
         for name in names
         for node, first in zip(written[name], written[names[0]], strict=True)
     }
-    return Form(graph, Lives(owners), firsts, tuple(map(tuple, groups.values())), shared, plan.sized.reads)
+    return PatchForm(graph, Lives(owners), firsts, tuple(map(tuple, groups.values())), shared, plan.sized.reads)
 
 
-def _holds(plan: RowPlan, form: Form) -> bool:
+def _holds(plan: RowPlan, form: PatchForm) -> bool:
     """Whether what was alike at another size is so at this one."""
     kinds = plan.kinds
     return form.captured == plan.sized.reads and all(len({kinds[name] for name in names}) == 1 for names in form.groups)
 
 
-def _alike(plan: RowPlan, patch: Patch, form: Form) -> Alike | None:
+def _alike(plan: RowPlan, patch: Patch, form: PatchForm) -> Alike | None:
     units, names = _units(plan), tuple(names[0] for names in form.groups)
     operands = {operand for name in names for operand in plan.sized.nodes[name].all_input_nodes}
     reads = tuple(n.name for n in operands if n.op == "call_function" and n.name not in names)

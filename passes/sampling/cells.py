@@ -18,7 +18,7 @@ from passes.rows import RowPlan
 from passes.sampling.fresh import FormWriter
 from passes.sampling.messages import Placed, exchange_nodes
 from passes.sampling.patches import Patch
-from passes.sampling.stages import Line, Stage
+from passes.sampling.stages import Stage, StageLine
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Cell:
         return f"{self.stage.index}F{self.turn}"
 
 
-def cells(line: Line, num_turns: int) -> list[Cell]:
+def cells(line: StageLine, num_turns: int) -> list[Cell]:
     """All cells as they begin, if messages took no time: of those that could, the first to begin, then the deepest."""
     column_free = [0.0] * line.num_columns
     made = [[0.0] * num_turns, *([float("inf")] * num_turns for _ in line.stages)]

@@ -22,7 +22,7 @@ from fxpipe.plan import row_ops
 from passes.rows import RowPlan
 from passes.rows.how import (
     Attended,
-    Cut,
+    CutRows,
     Found,
     Joined,
     Moments,
@@ -312,7 +312,7 @@ def _split(writer: PatchWriter, node: fx.Node, how: Split, arguments: dict[str, 
     writer.emit(node, aten.split_with_sizes.default, (next(iter(arguments.values())), sizes, before.dim))
 
 
-def _cut(writer: PatchWriter, node: fx.Node, how: Cut, arguments: dict[str, Any]) -> None:
+def _cut(writer: PatchWriter, node: fx.Node, how: CutRows, arguments: dict[str, Any]) -> None:
     before, state = writer.plan.rows(node.all_input_nodes[0]), writer.plan.state(node)
     assert not isinstance(state, tuple)
     size = writer.patch.shape(node, state)[before.dim]
@@ -348,6 +348,6 @@ def _padded(writer: PatchWriter, node: fx.Node, how: Padded, arguments: dict[str
 
 _WAYS: dict[type, Callable[[PatchWriter, fx.Node, Any, dict[str, Any]], None]] = {
     Same: _same, Shaped: _shaped, Window: _window, Moments: _moments, Summed: _summed, Resized: _resized,
-    Joined: _joined, Padded: _padded, Split: _split, Cut: _cut,
+    Joined: _joined, Padded: _padded, Split: _split, CutRows: _cut,
     Written: _written, Whole: _whole, Attended: _same,
 }  # fmt: skip

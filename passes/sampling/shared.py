@@ -8,7 +8,7 @@ s = sum over rows of image  None                 not shared: every patch adds up
 
 from fxpipe.errors import CompileError
 from passes.rows import RowPlan
-from passes.rows.how import Cut
+from passes.rows.how import CutRows
 from passes.rows.layout import Rows
 
 
@@ -26,7 +26,7 @@ def shared_values(plan: RowPlan, early: frozenset[str]) -> frozenset[str]:
             continue
         how, late = plan.found[node.name].how, [n for n in node.all_input_nodes if n.name not in early]
         late = [operand for operand in late if operand.op != "placeholder" or plan.state(operand) is not None]
-        if isinstance(how, Cut) or all(n.name in found or isinstance(plan.state(n), tuple) for n in late):
+        if isinstance(how, CutRows) or all(n.name in found or isinstance(plan.state(n), tuple) for n in late):
             found.add(node.name)
     return frozenset(found)
 

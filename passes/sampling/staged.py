@@ -28,7 +28,7 @@ from passes.sampling.groups import Span
 from passes.sampling.messages import Placed, Wires, messages_of
 from passes.sampling.patch_graph import Piece, patch_graph
 from passes.sampling.patches import Patch, held, patches_of
-from passes.sampling.stages import Line, Stage
+from passes.sampling.stages import Stage, StageLine
 
 PREDICTION = "prediction"
 
@@ -50,7 +50,7 @@ class Staged:
     the batch, `kinds` are of attention.
     """
 
-    line: Line
+    line: StageLine
     plans: Mapping[int, RowPlan]
     groups: Sequence[Sequence[Span]]
     bounds: Sequence[int]

@@ -48,7 +48,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Line:
+class StageLine:
     """All stages in order. `early` are the operations that every stage computes for itself."""
 
     stages: tuple[Stage, ...]
@@ -139,7 +139,7 @@ def stage_spans(
     return tuple(span for span in spans if span[0] < span[1])
 
 
-def line_of(late: LateBlocks, spans: Sequence[StageSpan]) -> Line:
+def line_of(late: LateBlocks, spans: Sequence[StageSpan]) -> StageLine:
     """The stages with what crosses between them."""
     members = [[name for block in late.blocks[start:stop] for name in block.nodes] for start, stop, _ in spans]
     stage_of = {name: index for index, names in enumerate(members) for name in names}
@@ -149,7 +149,7 @@ def line_of(late: LateBlocks, spans: Sequence[StageSpan]) -> Line:
     for index, ((start, stop, column), names) in enumerate(zip(spans, members, strict=True)):
         returns = tuple(name for name in names if name in read)
         made.append(Stage(index, column, frozenset(names), reads[index], returns, sum(late.seconds[start:stop])))
-    return Line(tuple(made), 1 + max(column for *_, column in spans), late.early)
+    return StageLine(tuple(made), 1 + max(column for *_, column in spans), late.early)
 
 
 Bounds = tuple[tuple[int, int], ...]

@@ -20,7 +20,7 @@ Samples = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Ahead:
+class AheadPieces:
     """The pieces of a schedule, and who reads the `values` they make: other layers, and the stages of `training`, in
     the step after. `samples` are those of every micro-batch."""
 

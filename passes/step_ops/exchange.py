@@ -71,7 +71,7 @@ Message = TypeVar("Message", bound=Sent)
 Value = TypeVar("Value")
 
 
-class Exchange(Generic[Message, Value]):
+class MessageWriter(Generic[Message, Value]):
     """What a rank receives and sends; `closing` are the messages from it and to it after the last action, by edge."""
 
     def __init__(self, rank: int, incoming: Sequence[Message], closing: Sequence[Message]) -> None:

@@ -4,12 +4,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fxpipe.costs.block_values import Given, Weight
+from fxpipe.costs.block_values import BatchValue, Weight
 from fxpipe.plan.plan import microbatch_samples
 from fxpipe.plan.schedule import Schedule
 from passes.case import Case
 from passes.costs.call_bytes import CallBytes, UnitKey
-from passes.step_ops.ahead import Ahead
+from passes.step_ops.ahead import AheadPieces
 from passes.step_ops.messages import PlannedMessage, Routes
 from passes.step_ops.seconds import ActionSeconds
 from passes.step_ops.sharding import summing_stage
@@ -40,10 +40,10 @@ class Step:
         return self.schedule.stage_ranks if self.only is None else self.units.staged.stage_ranks
 
     @cached_property
-    def ahead(self) -> Ahead:
+    def ahead(self) -> AheadPieces:
         """Frozen work of the next batch."""
         values = {value.name: value for value in self.case.frozen.values}
-        return Ahead(self.units, self.schedule, self.schedule, self.samples, values)
+        return AheadPieces(self.units, self.schedule, self.schedule, self.samples, values)
 
     @cached_property
     def samples(self) -> list[tuple[int, int]]:
@@ -135,7 +135,7 @@ class Step:
         return sum(self.sizes)
 
     @cached_property
-    def given(self) -> Mapping[str, Given]:
+    def given(self) -> Mapping[str, BatchValue]:
         """Whole-batch values by name."""
         return {given.name: given for given in self.case.costs.given}
 

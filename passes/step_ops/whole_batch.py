@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from functools import cached_property
 
 from fxpipe.capture.sizes import evaluate
-from fxpipe.costs.block_values import Given
+from fxpipe.costs.block_values import BatchValue
 from passes.step_ops.rank_ops import RankOps
 from passes.step_ops.step import Step
 
@@ -27,7 +27,7 @@ class WholeBatch:
                 ops.keep(self._whole[name])
 
     @cached_property
-    def _given(self) -> Mapping[str, Given]:
+    def _given(self) -> Mapping[str, BatchValue]:
         return self._step.given
 
     def _bytes(self, name: str) -> int:

@@ -13,7 +13,7 @@ from fxpipe.simulate.collectives import Collective
 from fxpipe.simulate.op_lists import Op
 from passes.costs.call_bytes import ForwardBytes
 from passes.step_ops.closing import Closing
-from passes.step_ops.exchange import Exchange, Use
+from passes.step_ops.exchange import MessageWriter, Use
 from passes.step_ops.messages import PlannedMessage
 from passes.step_ops.pieces import Pieces
 from passes.step_ops.rank_ops import RankOps
@@ -37,7 +37,7 @@ class Reducing(NamedTuple):
     moved: int | None
 
 
-class RankWriter(Exchange[PlannedMessage, int]):
+class RankWriter(MessageWriter[PlannedMessage, int]):
     """Writes one rank."""
 
     def __init__(self, step: Step, closing: Closing, rank: int) -> None:

@@ -19,7 +19,7 @@ from passes.tuner.trial import Trial
 from passes.tuner.walks import Walks
 
 
-class Ahead:
+class AheadFill:
     """Where `request` fills "after" the training, frozen work is in the last idle time alone."""
 
     def __init__(self, case: Case, request: Request, walks: Walks) -> None:

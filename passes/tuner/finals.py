@@ -17,7 +17,7 @@ from passes.placement.collocation import is_collocated
 from passes.tuner.bounds import ordered_seconds
 from passes.tuner.memory import totals
 from passes.tuner.recompute import fitting_runs
-from passes.tuner.search import Found
+from passes.tuner.search import RankedTrials
 from passes.tuner.trial import Trial
 from passes.tuner.trials import Trials
 
@@ -44,7 +44,7 @@ _SLOWEST, _WORTH = 1.2, 0.99
 """Of the best's seconds: what a placement may take in its named order, and what it may take at least."""
 
 
-def searched(trials: Trials, found: Found, budget_seconds: float) -> Found:
+def searched(trials: Trials, found: RankedTrials, budget_seconds: float) -> RankedTrials:
     """The found trials with searched orders, where these are faster."""
     contenders = _contenders(trials, found) if budget_seconds else []
     tried = {id(trial): trial for trial in found.ranked}
@@ -58,10 +58,10 @@ def searched(trials: Trials, found: Found, budget_seconds: float) -> Found:
         faster = _searched(trials, chosen, budget_seconds, best.bound_seconds)
         if faster is not None:
             best = tried[id(chosen)] = faster
-    return Found(tuple(tried.values())).led_by(best, trials.case.limit_bytes)
+    return RankedTrials(tuple(tried.values())).led_by(best, trials.case.limit_bytes)
 
 
-def settled(trials: Trials, found: Found) -> Found:
+def settled(trials: Trials, found: RankedTrials) -> RankedTrials:
     """The found trials, the best led by the fastest step that does its own frozen work, where doing the next batch's
     gains hardly anything."""
     own = next(
@@ -73,7 +73,7 @@ def settled(trials: Trials, found: Found) -> Found:
     return found if gains else found.led_by(own, trials.case.limit_bytes)
 
 
-def shifted(trials: Trials, found: Found) -> Found:
+def shifted(trials: Trials, found: RankedTrials) -> RankedTrials:
     """The found trials, the best with receives posted early, and with stages that begin some blocks earlier or later,
     while that is faster: where they are cut best depends on idle time, frozen work and messages, of which `place` knows
     little."""
@@ -140,7 +140,7 @@ def _on(trials: Trials, trial: Trial, staged: Staged) -> Trial:
     return replace(found, bound_seconds=bound, is_ordered=True, of_one=trial.of_one, method=method)
 
 
-def refined(trials: Trials, found: Found) -> Found:
+def refined(trials: Trials, found: RankedTrials) -> RankedTrials:
     """The found trials, the best with the blocks that are recomputed chosen again, with more effort, if that is
     faster."""
     best, case = found.best, trials.case
@@ -154,7 +154,7 @@ def refined(trials: Trials, found: Found) -> Found:
     return found.led_by(faster, case.limit_bytes) if faster else found
 
 
-def scattered(trials: Trials, found: Found) -> Found:
+def scattered(trials: Trials, found: RankedTrials) -> RankedTrials:
     """The found trials, the best with gradients of every micro-batch summed as they come, if that is faster."""
     best, staged = found.best, found.best.placed
     may = trials.request.shard is None and best.candidate.microbatches > staged.replicas > 1 and not staged.scattered
@@ -168,7 +168,7 @@ def scattered(trials: Trials, found: Found) -> Found:
     return found.led_by(faster, trials.case.limit_bytes) if faster else found
 
 
-def _contenders(trials: Trials, found: Found) -> list[Trial]:
+def _contenders(trials: Trials, found: RankedTrials) -> list[Trial]:
     """The best, and others that a better order could make the best: of either form of frozen work, one of as many
     stages on the same ranks. Some were not walked, for their named order could not win."""
     best = found.best.bound_seconds

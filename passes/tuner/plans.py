@@ -29,7 +29,7 @@ from passes.tuner.finals import EARLY, refined, scattered, searched, settled, sh
 from passes.tuner.orders import Orders
 from passes.tuner.recompute import fitting_runs
 from passes.tuner.request import Request
-from passes.tuner.search import Found, NothingFits, search
+from passes.tuner.search import NothingFits, RankedTrials, search
 from passes.tuner.simulate import Simulated, simulate
 from passes.tuner.trial import Trial
 from passes.tuner.trials import Trials
@@ -83,7 +83,7 @@ def usable_bytes(device_bytes: int) -> int:
 
 
 @held_collector()
-def tuned(case: Case, request: Request) -> Found:
+def tuned(case: Case, request: Request) -> RankedTrials:
     """All ways to use the ranks that were looked at, the best first."""
     trials = Trials(case, request)
     found = refined(trials, search(trials, candidates(case, request)))

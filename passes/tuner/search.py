@@ -31,7 +31,7 @@ class NothingFits(CompileError):
 
 
 @dataclass(frozen=True)
-class Found:
+class RankedTrials:
     """The best trial first, then the others, the fastest first; those that did not fit among them."""
 
     ranked: tuple[Trial, ...]
@@ -40,13 +40,13 @@ class Found:
     def best(self) -> Trial:
         return self.ranked[0]
 
-    def led_by(self, best: Trial, limit_bytes: int | None) -> "Found":
+    def led_by(self, best: Trial, limit_bytes: int | None) -> "RankedTrials":
         """The same with another trial in front, and what all others lose by."""
         told = [_told(trial, best, limit_bytes) for trial in self.ranked if trial is not best]
-        return Found((replace(best, why=""), *sorted(told, key=lambda each: each.bound_seconds)))
+        return RankedTrials((replace(best, why=""), *sorted(told, key=lambda each: each.bound_seconds)))
 
 
-def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
+def search(trials: Trials, candidates: Iterable[Candidate]) -> RankedTrials:
     """The trial that is fastest of those that fit into memory.
 
     Raises:
@@ -82,7 +82,7 @@ def search(trials: Trials, candidates: Iterable[Candidate]) -> Found:
                     push(closer)
     if not known:
         raise _nothing_fits(lost, trials)
-    return Found((*known, *lost, *(trial for *_, trial in heap))).led_by(known[0], trials.case.limit_bytes)
+    return RankedTrials((*known, *lost, *(trial for *_, trial in heap))).led_by(known[0], trials.case.limit_bytes)
 
 
 def _next(heap: list[tuple[float, int, Trial]], spent: bool) -> Trial:

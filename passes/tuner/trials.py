@@ -20,7 +20,7 @@ from math import inf
 from fxpipe.plan.schedule import Schedule
 from passes.case import Case
 from passes.placement.frozen_ranks import home_ranks
-from passes.tuner.ahead import Ahead
+from passes.tuner.ahead import AheadFill
 from passes.tuner.bounds import ordered_seconds
 from passes.tuner.memory import most
 from passes.tuner.orders import Orders
@@ -43,7 +43,7 @@ class Trials:
         self.case, self.request = case, request
         self.walks = Walks(case)
         self.thrift = Thrift(case, request, self.walks)
-        self._placements, self._ahead = Placements(case, request), Ahead(case, request, self.walks)
+        self._placements, self._ahead = Placements(case, request), AheadFill(case, request, self.walks)
 
     def closer(self, trial: Trial) -> Iterator[Trial]:
         """The trial, known one step further; several where memory decides, none where nothing fits."""

@@ -8,7 +8,7 @@ balanced    the least busy stages, cheapest cuts uneven    fewer stages than ran
 """
 
 from passes.placement.lines.balanced import linear
-from passes.placement.lines.costs import Line, cut_line, part
+from passes.placement.lines.costs import LineCosts, cut_line, part
 from passes.placement.lines.uneven import uneven_line
 
-__all__ = ["Line", "cut_line", "linear", "part", "uneven_line"]
+__all__ = ["LineCosts", "cut_line", "linear", "part", "uneven_line"]

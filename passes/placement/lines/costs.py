@@ -24,7 +24,7 @@ _SLOWER = 1.01  # of the fastest link's seconds per byte: another kind of link
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
+class LineCosts:
     """Blocks `first`, `first` + 1, ... of a graph, with seconds of a micro-batch of `num_samples` samples each.
 
     `backward` is the part of `seconds` that hides reductions, `gradient_bytes` what these sum; `directions` is the
@@ -42,17 +42,17 @@ class Line:
     directions: int = 1
 
 
-def part(line: Line, first: int, end: int, directions: int = 1) -> Line:
+def part(line: LineCosts, first: int, end: int, directions: int = 1) -> LineCosts:
     """Some blocks of a line, by their places in it."""
     here = slice(first, end)
-    return Line(
+    return LineCosts(
         line.graph, line.seconds[here], line.backward[here], line.gradient_bytes[here], line.num_samples,
         line.waits, line.first + first, directions,
     )  # fmt: skip
 
 
 def cut_line(
-    line: Line,
+    line: LineCosts,
     ranks: Sequence[tuple[int, ...]],
     cluster: Cluster,
     microbatches: int,
@@ -77,7 +77,9 @@ def cut_line(
     return found + (len(line.seconds),) * (len(ranks) - used)
 
 
-def line_stages(line: Line, ranks: Sequence[tuple[int, ...]], cluster: Cluster, memory: StageMemory | None) -> Stages:
+def line_stages(
+    line: LineCosts, ranks: Sequence[tuple[int, ...]], cluster: Cluster, memory: StageMemory | None
+) -> Stages:
     """The stages of a line on the ranks of its places; `memory` is of these stages, each on a place of its own."""
     flows, size = traffic(line.graph), len(line.seconds) + 1
     here = slice(line.first, line.first + size)
@@ -109,7 +111,7 @@ def _fitting(periods: Sequence[Floats], memory: StageMemory) -> list[Floats]:
     ]
 
 
-def _late(line: Line, ranks: Sequence[int], cluster: Cluster) -> Floats | None:
+def _late(line: LineCosts, ranks: Sequence[int], cluster: Cluster) -> Floats | None:
     """Seconds that a stage's reduction lasts beyond the backward of the stages before it; None without replicas."""
     if len(ranks) < 2:
         return None
