@@ -31,7 +31,7 @@ from fxpipe.plan.sample_plan import EXACT, How
 from fxpipe.sampling.candidates import Setting
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.choosing import ranked
-from fxpipe.sampling.planning import Request, planned
+from fxpipe.sampling.planning import SampleRequest, planned
 from fxpipe.sampling.step import Traced
 from fxpipe.sampling.trace import Tracing
 
@@ -92,7 +92,7 @@ def planned_for(traced: Traced, samples: int, world_size: int, mode: str) -> str
     """The layout that is chosen, and what it is expected to take."""
     case = SampleCase(traced, samples, device("L40"))
     setting = Setting(Cluster.parse(CLUSTERS[world_size]), 50)
-    request = Request(world_size, None, None, None, None, HOWS[mode])
+    request = SampleRequest(world_size, None, None, None, None, HOWS[mode])
     best = ranked(case, request, setting).best
     assert best.made is not None
     planned(case, best.made, "", "")

@@ -20,7 +20,7 @@ from fxpipe.plan.sample_plan import EXACT, How
 from fxpipe.sampling.candidates import Setting
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.choosing import ranked
-from fxpipe.sampling.planning import Request
+from fxpipe.sampling.planning import SampleRequest
 
 _HOWS = {"exact": EXACT, "displaced": How("displaced", 4, "corrected", True)}
 
@@ -69,7 +69,7 @@ def pixart_plans() -> Iterator[Own]:
 
 def _plans(case: SampleCase, cluster: str, ranks: int, steps: int, best: Row) -> Iterator[Own]:
     for mode, how in _HOWS.items():
-        request = Request(ranks, None, None, None, None, how)
+        request = SampleRequest(ranks, None, None, None, None, how)
         found = ranked(case, request, Setting(Cluster.parse(cluster), steps)).best
         yield Own(mode, str(found), found.seconds, best)
 

@@ -49,7 +49,7 @@ from fxpipe.plan.sample_plan import EXACT, How
 from fxpipe.sampling.attention import with_attention
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.estimate import estimate
-from fxpipe.sampling.planning import Request, chosen
+from fxpipe.sampling.planning import SampleRequest, chosen
 from fxpipe.sampling.trace import Tracing
 
 # A kernel of a CUDA graph starts a microsecond after the one before it. Half the samples take 67, 56 and 55 % of the
@@ -116,7 +116,7 @@ def main() -> None:
 def sdxl_rows(side: int) -> Iterator[Row]:
     case = traced(sdxl(side))
     for ranks, published in SDXL[side].items():
-        way = Request(ranks, min(ranks, 2), None, None, None, _ROWS if ranks > 2 else EXACT)
+        way = SampleRequest(ranks, min(ranks, 2), None, None, None, _ROWS if ranks > 2 else EXACT)
         found = estimate(case, chosen(case, way), Cluster.parse(NVLINK), 50)
         yield Row("SDXL", side, f"{ranks} A100", published, found.seconds)
 
@@ -124,10 +124,10 @@ def sdxl_rows(side: int) -> Iterator[Row]:
 def pixart_rows(side: int) -> Iterator[Row]:
     case, cluster = traced(pixart(side)), Cluster.parse(PCIE)
     ways = {
-        "PipeFusion": [Request(4, 1, 4, False, patches, _IN_TURN) for patches in (4, 8)],
-        "DistriFusion": [Request(4, 1, None, None, 4, _ROWS)],
-        "Ulysses": [Request(4, 1, None, None, 4, EXACT, attention="ulysses")],
-        "ring": [Request(4, 1, None, None, 4, EXACT, attention="ring")],
+        "PipeFusion": [SampleRequest(4, 1, 4, False, patches, _IN_TURN) for patches in (4, 8)],
+        "DistriFusion": [SampleRequest(4, 1, None, None, 4, _ROWS)],
+        "Ulysses": [SampleRequest(4, 1, None, None, 4, EXACT, attention="ulysses")],
+        "ring": [SampleRequest(4, 1, None, None, 4, EXACT, attention="ring")],
     }
     for name, published in PIXART[side].items():
         made = [with_attention(case, chosen(case, way), way.attention, cluster) for way in ways[name]]
@@ -145,7 +145,7 @@ def flux_rows(side: int) -> Iterator[Row]:
         given |= {"img_ids": torch.empty(rows, 3), "txt_ids": torch.empty(512, 3)}
     case, cluster = traced(model, given, 1, device("H100")), Cluster.parse("4xH100")
     for (ranks, kind), published in FLUX[side].items():
-        way = Request(ranks, 1, None, None, ranks, EXACT, attention=kind)
+        way = SampleRequest(ranks, 1, None, None, ranks, EXACT, attention=kind)
         found = estimate(case, with_attention(case, chosen(case, way), kind, cluster), cluster, 28)
         yield Row("Flux", side, f"{ranks} H100, {kind}", published, found.seconds)
 
@@ -155,7 +155,7 @@ def sana_rows(side: int) -> Iterator[Row]:
         case = traced(SanaTransformer2DModel(sample_size=side // 32, caption_channels=2304).bfloat16())
     decoding = sana_decoding(side)
     for ranks, published in SANA[side].items():
-        way = Request(ranks, min(ranks, 2), None, None, None, EXACT)
+        way = SampleRequest(ranks, min(ranks, 2), None, None, None, EXACT)
         found = estimate(case, chosen(case, way), Cluster.parse(NVLINK), 20)
         yield Row("SANA", side, f"{ranks} A100", published, found.seconds + decoding)
 
@@ -172,7 +172,7 @@ def video_rows(side: int) -> Iterator[Row]:
     for name, of_device in HUNYUAN_VIDEO[side].items():
         own = SampleCase(case.traced, 1, device(name))
         for ranks, published in of_device.items():
-            way, cluster = Request(ranks, 1, None, None, ranks, EXACT), Cluster.parse(f"{ranks}x{name}")
+            way, cluster = SampleRequest(ranks, 1, None, None, ranks, EXACT), Cluster.parse(f"{ranks}x{name}")
             found = estimate(own, with_attention(own, chosen(own, way), "ulysses", cluster), cluster, 50)
             yield Row("HunyuanVideo", side, f"{ranks} {name}", published, found.seconds)
 
@@ -188,7 +188,7 @@ def sana_decoding(side: int) -> float:
         latents = torch.empty(1, 32, side // 32, side // 32).bfloat16()
     tracing = Tracing(image_rows, "auto", cache_folder(True), lambda name, artefact: None)
     case = SampleCase(tracing.traced(decoder, (), {"hidden_states": latents}), 1, DEVICE)
-    alone = chosen(case, Request(1, 1, None, None, 1, EXACT))
+    alone = chosen(case, SampleRequest(1, 1, None, None, 1, EXACT))
     return estimate(case, alone, Cluster.parse(NVLINK), 1).seconds
 
 

@@ -44,7 +44,7 @@ from fxpipe.sampler import Sampler
 from fxpipe.sampling.attention import Attention
 from fxpipe.sampling.candidates import Objective, Setting
 from fxpipe.sampling.lowering import Mode, SampleLowering
-from fxpipe.sampling.planning import Request, request_of, require_fresh
+from fxpipe.sampling.planning import SampleRequest, request_of, require_fresh
 from fxpipe.sampling.spread import Spread
 from fxpipe.sampling.trace import RowsOf, Sizes, Tracing, repeated
 from passes.sampling.text import Text
@@ -193,7 +193,7 @@ def compile_sampler(
     by = shared_cost_model(price, world_size)
     how = How(mode, warmup, norms, advance is not False and stages in (None, 1)) if mode == "displaced" else EXACT
     cut = tuple(patches) if isinstance(patches, Sequence) else patches
-    asked = request_of(known) if known else Request(world_size, cfg, stages, fold, cut, how, text, attention)
+    asked = request_of(known) if known else SampleRequest(world_size, cfg, stages, fold, cut, how, text, attention)
     asked = replace(asked, speeds=network.speeds[: asked.world_size])
     texts = str(network), priced_name(price, by)
     told = dict(example or {}).get("num_inference_steps") if name is not None else None
@@ -208,7 +208,7 @@ def compile_sampler(
     require_fresh(known, denoiser.step(args, kwargs).plan)
     others = {other: Spread(uncompiled(getattr(model, other)), lowering, ranks) for other in names if other != name}
     decoder = _decoder_of(model) if vae is not False and name is not None else None
-    image = Request(world_size, None, None, None, None, EXACT, speeds=network.speeds[:world_size])
+    image = SampleRequest(world_size, None, None, None, None, EXACT, speeds=network.speeds[:world_size])
     of_image = replace(lowering, request=image, tracing=replace(tracing, rows_of=image_rows), plan=None, setting=None)
     spread = None if decoder is None else Spread(decoder, of_image, ranks, or_whole=True)
     return Sampler(model, name, denoiser, others, spread, (args, kwargs), ranks, network)

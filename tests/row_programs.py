@@ -19,7 +19,7 @@ from fxpipe.run.ranks import LocalRanks
 from fxpipe.run.sampling import BoundProgram, LocalRun
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.lowering import SampleLowering
-from fxpipe.sampling.planning import Request
+from fxpipe.sampling.planning import SampleRequest
 from fxpipe.sampling.spread import Spread
 from fxpipe.sampling.step import SampleStep, Traced
 from fxpipe.sampling.trace import Tracing
@@ -112,7 +112,7 @@ def row_programs(
         how: mode, norms, advance.
     """
     rows_of = row_inputs if sample is None else lambda module, call: sample
-    asked = Request(1, 1, None, None, 1, replace(How("exact", 1, "corrected", True), **how))
+    asked = SampleRequest(1, 1, None, None, 1, replace(How("exact", 1, "corrected", True), **how))
     tracing = Tracing(rows_of, "auto", cache_folder(True), _unobserved)
     lowering = SampleLowering(asked, tracing, torch.device("cpu"), given_cost_model("A100-80GB"), _unobserved)
     traced = tracing.traced(model, (), dict(example))

@@ -20,7 +20,7 @@ from fxpipe.capture.sizes import concrete
 from fxpipe.errors import CompileError
 from passes.batch import BatchPlan, analyse
 from passes.batch.follow import Follow
-from passes.batch.layout import Layout, Mixed
+from passes.batch.layout import BatchLayout, Mixed
 from tests.models import PEER_CASES, ZOO
 
 TOLERANCE = 1e-12
@@ -120,7 +120,7 @@ def check_micro_batches(
         total += float(micro[cap.result.name]) * (size / batch_size if plan.loss_scale == "mean" else 1)
         start += size
         for name, layout in plan.layouts.items() if values else ():
-            if isinstance(layout, Layout) or (isinstance(layout, tuple) and None not in layout):
+            if isinstance(layout, BatchLayout) or (isinstance(layout, tuple) and None not in layout):
                 expected = sliced(whole[name], layout, batch_size, samples)
                 torch.testing.assert_close(micro[name], expected, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
     assert total == pytest.approx(float(whole[cap.result.name]), rel=TOLERANCE)
@@ -437,13 +437,16 @@ def test_a_refusal_names_the_module() -> None:
         captured(Outer())
 
 
-LAYOUTS: Mapping[str, tuple[str, dict[str, Layout]]] = {
-    "cfg": (STEPS["cfg"][0], {"cat": Layout(0, 2, 1)}),
-    "tokens": (STEPS["tokens"][0], {"reshape": Layout(0, 1, 4), "linear": Layout(0, 1, 4), "view": Layout(0, 1, 1)}),
-    "permuted": (STEPS["permuted"][0], {"permute": Layout(1, 1, 1), "transpose": Layout(0, 1, 1)}),
-    "stacked_batch": (STEPS["stacked_batch"][0], {"stack": Layout(0, 1, 1), "flatten": Layout(0, 1, 2)}),
-    "token_dropout": (STEPS["token_dropout"][0], {"draw_0": Layout(0, 1, 4)}),
-    "cfg_dropout": (STEPS["cfg_dropout"][0], {"draw_0": Layout(0, 2, 1)}),
+LAYOUTS: Mapping[str, tuple[str, dict[str, BatchLayout]]] = {
+    "cfg": (STEPS["cfg"][0], {"cat": BatchLayout(0, 2, 1)}),
+    "tokens": (
+        STEPS["tokens"][0],
+        {"reshape": BatchLayout(0, 1, 4), "linear": BatchLayout(0, 1, 4), "view": BatchLayout(0, 1, 1)},
+    ),
+    "permuted": (STEPS["permuted"][0], {"permute": BatchLayout(1, 1, 1), "transpose": BatchLayout(0, 1, 1)}),
+    "stacked_batch": (STEPS["stacked_batch"][0], {"stack": BatchLayout(0, 1, 1), "flatten": BatchLayout(0, 1, 2)}),
+    "token_dropout": (STEPS["token_dropout"][0], {"draw_0": BatchLayout(0, 1, 4)}),
+    "cfg_dropout": (STEPS["cfg_dropout"][0], {"draw_0": BatchLayout(0, 2, 1)}),
 }
 
 

@@ -16,7 +16,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.plan.actions import Work
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
-from passes.batch import Layout
+from passes.batch import BatchLayout
 from passes.batch import analyse as analyse_batch
 from passes.blocks import analyse as analyse_blocks
 from passes.blocks.freeze import freeze
@@ -82,7 +82,7 @@ def test_batch(capture: Capture, golden: Golden) -> None:
     rows = [(f"loss_scale {plan.loss_scale}", "")]
     for name, layout in plan.layouts.items():
         if capture.nodes[name].op == "call_function":
-            what = f"samples in dim {layout.dim}" if isinstance(layout, Layout) else "the same for every sample"
+            what = f"samples in dim {layout.dim}" if isinstance(layout, BatchLayout) else "the same for every sample"
             rows.append((name, "computed on the whole batch" if name in plan.whole_batch else what))
     golden("passes/batch.txt", before + ARROW + columns(rows) + "\n")
 

@@ -14,7 +14,7 @@ from fxpipe.capture.stored import from_data, to_data
 from fxpipe.compiler import requested
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.staged import Run
-from passes.tuner.recompute import Held, Place, cheapest, least_shares
+from passes.tuner.recompute import Held, StagePlace, cheapest, least_shares
 from tests.test_memory import IDLE_NETWORK, measured_peaks
 from tests.test_tune import found
 
@@ -24,13 +24,13 @@ def own(block: int, num_bytes: int, position: int = 0) -> Held:
     return Held(position, num_bytes, block, (block,), (), None)
 
 
-LINE = Place(
+LINE = StagePlace(
     (0,), (range(4),),
     (own(0, 5), own(1, 6), own(2, 6), own(3, 6), *(Held(0, 3, b - 1, (), (b,), None) for b in (1, 2, 3))),
     (8.0, 2.0, 3.0, 2.0), ((4,),),
 )  # fmt: skip
 """That of the picture in `passes.tuner.recompute`."""
-FOLDED = Place(
+FOLDED = StagePlace(
     (0,), (range(3), range(3, 5)),
     (*(own(b, 3 + b) for b in range(3)), own(3, 4, 1), own(4, 2, 1), Held(0, 2, 0, (), (1, 2), None),
      Held(0, 2, 1, (1,), (2,), None), Held(1, 2, None, (3,), (3, 4), 5), Held(1, 3, 3, (), (4,), None)),
@@ -53,7 +53,7 @@ def all_runs(blocks: range) -> Iterator[tuple[Run, ...]]:
 
 @pytest.mark.parametrize("place", [LINE, FOLDED])
 @pytest.mark.parametrize("part", [0.9, 0.7, 0.6, 0.5, 0.4, 0.2])
-def test_the_cheapest_runs_are_found(place: Place, part: float) -> None:
+def test_the_cheapest_runs_are_found(place: StagePlace, part: float) -> None:
     budget = int(part * place.num_bytes(()))
     every = [tuple(run for of_stage in runs for run in of_stage) for runs in product(*map(all_runs, place.blocks))]
     best = min((place.forward_seconds(runs) for runs in every if place.num_bytes(runs) <= budget), default=None)

@@ -25,7 +25,7 @@ from fxpipe.sampling.attention import with_attention
 from fxpipe.sampling.candidates import Objective, Setting
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.choosing import _joined, ranked, ways
-from fxpipe.sampling.planning import Choices, Request, chosen, planned
+from fxpipe.sampling.planning import Choices, SampleRequest, chosen, planned
 from fxpipe.sampling.step import SampleStep
 from fxpipe.simulate import timeline
 from fxpipe.simulate.op_lists import StepOps
@@ -79,7 +79,7 @@ class Layouts:
                 yield made
 
     def _made(self, how: How) -> Iterator[Choices]:
-        request = Request(self.world_size, None, None, None, None, how)
+        request = SampleRequest(self.world_size, None, None, None, None, how)
         cluster = Cluster.parse(CLUSTERS[0].format(self.world_size))
         rows, displaced = list[Choices](), list[Choices]()
         for way in ways(self.case, request, Setting(cluster, 100)):
@@ -126,7 +126,7 @@ def all_layouts(name: str, world_size: int, objective: Objective) -> list[Layout
     """By the number of joined requests."""
     made = compiled(name)
     lowering = made.denoiser.lowering
-    case, request = lowering.case(made.step.traced, 2), Request(world_size, None, None, None, None, EXACT)
+    case, request = lowering.case(made.step.traced, 2), SampleRequest(world_size, None, None, None, None, EXACT)
     setting = Setting(Cluster.parse(CLUSTERS[0].format(world_size)), 6, None, objective)
     return [Layouts(joined, lowering, world_size, num) for num, joined in _joined(case, request, setting)]
 
@@ -139,7 +139,7 @@ def check(name: str, world_size: int, objective: Objective, how: How, on: str, s
         for one in layouts
         for made in one.every(how)
     }  # fmt: skip
-    request = Request(world_size, None, None, None, None, how)
+    request = SampleRequest(world_size, None, None, None, None, how)
     best = ranked(layouts[0].case, request, Setting(cluster, steps, None, objective)).best
     assert best.made is not None
     (own,) = (one for one in layouts if one.requests == best.requests)

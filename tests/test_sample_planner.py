@@ -27,7 +27,7 @@ from fxpipe.sampling.choosing import ranked, ways
 from fxpipe.sampling.columns import Columns
 from fxpipe.sampling.estimate import estimate
 from fxpipe.sampling.paced import _booked
-from fxpipe.sampling.planning import Request, chosen, planned
+from fxpipe.sampling.planning import SampleRequest, chosen, planned
 
 DEVICE = replace(device("A100-80GB"), peak_flops=1e9, bandwidth=1e10, launch_seconds=1e-6, ramp_seconds=1e-6)
 A100 = device("A100-80GB")
@@ -125,7 +125,7 @@ def test_a_patch_goes_on_when_all_its_samples_are_predicted(name: str) -> None:
     assert made.plan.expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.06)
 
 
-def asked(made: Sampler) -> tuple[SampleCase, Request, Setting]:
+def asked(made: Sampler) -> tuple[SampleCase, SampleRequest, Setting]:
     """What was to be chosen, of the example's call."""
     lowering: Any = made.denoiser.lowering
     return lowering.case(made.step.traced, 2), lowering.request, lowering.setting
@@ -139,12 +139,12 @@ def test_moments_count_as_what_is_sent_of_them() -> None:
     assert all({size for *_, size in one.sent} == {one.own_bytes} for one in moments)
 
 
-def every_layout(case: SampleCase, world_size: int, how: How, setting: Setting) -> dict[Request, float]:
+def every_layout(case: SampleCase, world_size: int, how: How, setting: Setting) -> dict[SampleRequest, float]:
     """Seconds of all ways to use up to so many ranks, by trying all numbers."""
-    found, every = dict[Request, float](), range(1, world_size + 1)
+    found, every = dict[SampleRequest, float](), range(1, world_size + 1)
     for cfg, stages, patches, copies in product(every, [None, *every], [*every, *range(8, 20, 4)], every):
         for way, fold in product({EXACT, how}, (False, True)):
-            request = Request(world_size, cfg, stages, fold if stages else None, patches, way, copies=copies)
+            request = SampleRequest(world_size, cfg, stages, fold if stages else None, patches, way, copies=copies)
             beside = world_size // (cfg * (stages or 1) * copies) if request.in_turn else patches
             is_way = cfg * (stages or 1) * beside * copies == world_size and stages != 1
             turns = [beside * times * stages for times in (1, 2, 4)] if stages else every[1:]
@@ -183,7 +183,7 @@ class Wide(nn.Module):
         return self.outer(self.inner(x).tanh().sin())  # type: ignore[no-any-return]
 
 
-def require_bounds(case: SampleCase, request: Request, cluster: str, setting: Setting) -> set[tuple[int, int]]:
+def require_bounds(case: SampleCase, request: SampleRequest, cluster: str, setting: Setting) -> set[tuple[int, int]]:
     """What a layout takes at least is no more than what it takes; ranks beside each other and turns of all layouts."""
     setting, found = replace(setting, cluster=Cluster.parse(cluster)), set[tuple[int, int]]()
     for way in ways(case, request, setting):

@@ -105,7 +105,7 @@ def test_shares_of_replicas_go_on_in_any_layout(shard: str, saved: tuple[Path, A
 
 
 def test_every_tensor_is_written_once(saved: tuple[Path, Any]) -> None:
-    files = [parts.Part(path) for path in sorted((saved[0] / "step-4").glob("*.safetensors"))]
+    files = [parts.SavedPart(path) for path in sorted((saved[0] / "step-4").glob("*.safetensors"))]
     keys = Counter(key for file in files for key in file.sums)
     assert len(files) == 2
     assert [key for key, count in keys.items() if count > 1] == [
@@ -126,7 +126,7 @@ def test_a_part_holds_tensors_of_any_type(dtype: torch.dtype, tmp_path: Path) ->
     path = tmp_path / parts.part_name(0, 1)
     parts.write_part(path, tensors, {})
     for name, tensor in tensors.items():
-        torch.testing.assert_close(parts.Part(path).tensor(name), tensor, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(parts.SavedPart(path).tensor(name), tensor, rtol=0.0, atol=0.0)
 
 
 def test_weights_that_are_frozen_can_be_left_out(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_weights_that_are_frozen_can_be_left_out(tmp_path: Path) -> None:
         engine.save(tmp_path, optimizer, trainable_only=True, asynchronous=True, keep=1)
     engine.close()
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
-    assert not any(key.startswith("model.layers") for key in parts.Part(*tmp_path.glob("*/*.safetensors")).sums)
+    assert not any(key.startswith("model.layers") for key in parts.SavedPart(*tmp_path.glob("*/*.safetensors")).sums)
     other = Adapted("adapters")
     fxpipe.load_checkpoint(tmp_path, other)
     torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0.0, atol=0.0)
@@ -156,7 +156,7 @@ def test_frozen_weights_that_were_written_are_not_left_out(tmp_path: Path) -> No
         model.layers[1].weight[2, 3] += 1
         model.layers[2].bias.data *= 2
     engine.save(tmp_path, trainable_only=True)
-    keys = parts.Part(*tmp_path.glob("*/*.safetensors")).sums.keys()
+    keys = parts.SavedPart(*tmp_path.glob("*/*.safetensors")).sums.keys()
     assert {key for key in keys if key.startswith("model.layers")} == {"model.layers.1.weight", "model.layers.2.bias"}
     other = Adapted("adapters")
     fxpipe.load_checkpoint(tmp_path, other)
@@ -212,7 +212,7 @@ def test_what_is_damaged_is_named_and_the_one_before_loaded(
     (directory / "step-12.partial-01234567").mkdir()
     path = directory / "step-10" / "rank-1-of-2.safetensors"
     if "together" in says:
-        body = parts.Part(path).body | {"save": "another"}
+        body = parts.SavedPart(path).body | {"save": "another"}
         body.pop("sums")
         parts.write_part(path.with_name("rank-0-of-2.safetensors"), {}, body)
     damage(path)

@@ -32,7 +32,7 @@ from passes.placement.place import place
 from passes.placement.shape import shape
 from passes.schedules.policies import POLICIES
 from passes.step_ops import step_ops
-from passes.step_ops.writer import RankWriter
+from passes.step_ops.writer import OpWriter
 from passes.tuner.orders import Orders
 from passes.tuner.simulate import simulate as simulate_plan
 from tests.models import ZOO
@@ -233,8 +233,8 @@ def test_equal_pipelines_are_copied(
     layout, ranks = Layout("1f1b", 8, 2, microbatches, 4), list[int]()
     case = costed(name).on(CLUSTERS[0], layout.world_size)
     plan = plan_of(name, case, layout.place(case), microbatches)
-    write = RankWriter.write
-    monkeypatch.setattr(RankWriter, "write", lambda writer: (ranks.append(writer.rank), write(writer))[1])
+    write = OpWriter.write
+    monkeypatch.setattr(OpWriter, "write", lambda writer: (ranks.append(writer.rank), write(writer))[1])
     copied = step_ops(case, plan.staged, plan.step, plan.microbatch_sizes)
     assert len(ranks) == written
     monkeypatch.setattr(passes.step_ops, "models", lambda step, closing: {})

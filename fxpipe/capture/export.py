@@ -29,7 +29,7 @@ from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.same import computation
 from fxpipe.capture.size_reads import builtins_watched, decisions_noted, sizes_read_plainly
 from fxpipe.capture.sizes import is_symbolic
-from fxpipe.capture.state import Written, carried_on, state_written, warn_of_tensors
+from fxpipe.capture.state import WrittenEntry, carried_on, state_written, warn_of_tensors
 from fxpipe.capture.watch import buffers_kept, watched
 from fxpipe.errors import CaptureError, FxpipeError, ValuesError
 
@@ -56,7 +56,7 @@ class Exported:
     kept: tuple[str, ...]
 
 
-class Step(nn.Module):
+class ExportedStep(nn.Module):
     """The model, taking its tensor leaves positionally and returning its result alone: of a training step, the loss,
     and after that the tensors beside it."""
 
@@ -65,7 +65,7 @@ class Step(nn.Module):
         self.model, self.surroundings, self.given = call.model, call.surroundings, call.given or Given()
         self._inputs, self._result_of, self._one_batch = call.inputs, result_of, one_batch
         self.sizes: Sequence[str] = ()
-        self.written: list[Written] = []
+        self.written: list[WrittenEntry] = []
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         count = len(given) - len(self.sizes)
@@ -92,7 +92,7 @@ def export_step(call: ModelCall, result_of: ResultsOf) -> Exported:
     inputs = call.inputs
 
     def trace(size: int, dynamic: bool = True, one_batch: bool = True) -> torch.export.ExportedProgram:
-        step = Step(call, result_of, one_batch)
+        step = ExportedStep(call, result_of, one_batch)
         return _trace(step, inputs, _resized(call, size), _batch_dims(inputs, dynamic))
 
     def at_size(reason: str) -> Exported:
@@ -138,7 +138,7 @@ def of_one_batch(call: ModelCall, result_of: ResultOf) -> InputSpec:
     Raises:
         CaptureError: forward fails so.
     """
-    step, inputs = Step(call, result_of, one_batch=False), call.inputs
+    step, inputs = ExportedStep(call, result_of, one_batch=False), call.inputs
     program, _ = answered(lambda: _traced_once(step, _resized(call, _free_size(call)), _batch_dims(inputs, True)))
     (made,) = (node for node in program.graph.nodes if node.op == "output")
     size = made.args[0][0].meta["val"].shape[0]
@@ -156,7 +156,7 @@ def export_any_size(
         CaptureError: forward fails so.
     """
     size = _free_size(call) if any_batch else call.inputs.batch_size
-    step = Step(call, result_of)
+    step = ExportedStep(call, result_of)
     step.sizes = [*numbers]
     shaped = _resized(call, size)
     places = [torch.empty(number, dtype=torch.bool, device="meta") for number in numbers.values()]
@@ -263,7 +263,7 @@ class _FailedByValue(_Failed, ValuesError):
 
 
 def _trace(
-    step: Step,
+    step: ExportedStep,
     inputs: InputSpec,
     examples: tuple[torch.Tensor, ...],
     free: Sequence[set[int]],
@@ -275,7 +275,7 @@ def _trace(
         CaptureError: one of them computes something else; names the attribute, or the question.
     """
 
-    def first() -> tuple[torch.export.ExportedProgram, list[Written]]:
+    def first() -> tuple[torch.export.ExportedProgram, list[WrittenEntry]]:
         written = step.written = []  # this list: an export puts a copy of how it was in its place
         return _traced_once(step, examples, free), written
 
@@ -290,7 +290,7 @@ def _trace(
     if not written:
         return exported
 
-    def again(state: Sequence[Written], lengths: Lengths) -> Sequence[Written] | None:
+    def again(state: Sequence[WrittenEntry], lengths: Lengths) -> Sequence[WrittenEntry] | None:
         found = step.written
         with asking("", asked.is_traced), carried_on(state), suppress(CaptureError):
             other = _traced_once(step, examples, free, lengths)
@@ -321,7 +321,7 @@ _LOST = "torch loses a size that is free, as its vmap of a convolution does of w
 
 
 def _traced_once(
-    step: Step,
+    step: ExportedStep,
     examples: tuple[torch.Tensor, ...],
     free: Sequence[set[int]],
     lengths: Lengths | None = None,
@@ -413,7 +413,7 @@ def _in_eval(trail: Sequence[nn.Module]) -> str:
 
 
 def _where(trail: Sequence[nn.Module]) -> str:
-    roots = [m for m in trail if isinstance(m, Step)]
+    roots = [m for m in trail if isinstance(m, ExportedStep)]
     names = {id(m): n for n, m in roots[0].model.named_modules()} if roots else {}
     path = next((names[id(m)] for m in reversed(trail) if id(m) in names), "")
     return f"module {path or '(the model itself)'}"

@@ -19,13 +19,13 @@ import torch
 from fxpipe.capture.files import is_installed
 from fxpipe.capture.holders import ABSENT, PLAIN, is_opaque
 from fxpipe.capture.kept_numbers import CALLS, AlikeCalls, Count
-from fxpipe.capture.state import Written
+from fxpipe.capture.state import WrittenEntry
 
 Lengths = dict[int, Count]
 """Of what grows, by id."""
-Again = Callable[[Sequence[Written], Lengths], Sequence[Written] | None]
+Again = Callable[[Sequence[WrittenEntry], Lengths], Sequence[WrittenEntry] | None]
 """A trace of another call in such a state: what it gives other values, or None where it computes something else."""
-_State = Mapping[tuple[int, Any], Written]
+_State = Mapping[tuple[int, Any], WrittenEntry]
 """By place: what moves has different values before and after the second call."""
 
 _MOST = 16
@@ -34,7 +34,7 @@ _FAR = int(numpy.searchsorted(CALLS, 1000))
 _LONGEST = 10_000
 
 
-def later_is_other(written: Sequence[Written], second: Sequence[Written], again: Again) -> bool:
+def later_is_other(written: Sequence[WrittenEntry], second: Sequence[WrittenEntry], again: Again) -> bool:
     """Whether some later call may compute something else, by what the first two have written."""
     moving = [one for one in second if _content(one.before) != _content(one.after)]
     if any(one.after is ABSENT or isinstance(one.after, bytes) for one in moving):  # what shrinks, and arrays
@@ -58,15 +58,15 @@ def later_is_other(written: Sequence[Written], second: Sequence[Written], again:
     return False
 
 
-def _by_place(written: Sequence[Written]) -> _State:
+def _by_place(written: Sequence[WrittenEntry]) -> _State:
     return {one.place: one for one in written}
 
 
-def _carried(state: _State, ahead: AlikeCalls) -> tuple[list[Written], Lengths]:
+def _carried(state: _State, ahead: AlikeCalls) -> tuple[list[WrittenEntry], Lengths]:
     """What is written as it is after so many calls, and how long it is then."""
     lengths: Lengths = {}
     carried = [replace(one, after=_moved(one.before, one.after, ahead, lengths)) for one in state.values()]
-    grown: dict[int, list[Written]] = {}
+    grown: dict[int, list[WrittenEntry]] = {}
     for one in state.values():
         if one.before is ABSENT and not one.holder.of_attributes:
             grown.setdefault(one.place[0], []).append(one)
@@ -105,7 +105,7 @@ def _moved(first: Any, second: Any, ahead: AlikeCalls, lengths: Lengths) -> Any:
     return second
 
 
-def _grows(one: Written, state: _State) -> bool:
+def _grows(one: WrittenEntry, state: _State) -> bool:
     """Whether an entry is of what is known to grow."""
     known = state.get(one.place)
     if known is not None and isinstance(known.after, list | tuple | str) and type(known.before) is type(known.after):
@@ -114,7 +114,7 @@ def _grows(one: Written, state: _State) -> bool:
     return one.before is ABSENT and not one.holder.of_attributes and one.place[0] in holders
 
 
-def _moving_from(one: Written, known: Written | None) -> Written:
+def _moving_from(one: WrittenEntry, known: WrittenEntry | None) -> WrittenEntry:
     """An entry with another value than it could be expected to have: moving on from there as it did before."""
     after = one.after.values[one.after.ahead.place].item() if type(one.after) is Count else one.after
     if known is not None and {type(known.before), type(known.after), type(after)} <= {int, float}:

@@ -26,7 +26,7 @@ _HOOKS = "torch.nn.utils."
 
 
 @dataclass(frozen=True, eq=False)
-class Written:
+class WrittenEntry:
     """An entry that forward gave another value; `ABSENT` is none.
 
     `is_read`: forward has read a tensor of what was there before.
@@ -70,7 +70,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def state_written(model: nn.Module, inputs: Sequence[torch.Tensor], found: list[Written]) -> Iterator[None]:
+def state_written(model: nn.Module, inputs: Sequence[torch.Tensor], found: list[WrittenEntry]) -> Iterator[None]:
     """Leaves in `found` what the trace inside gives other values that may differ from call to call: numbers, and
     tensors made of the inputs, of trained weights, of random numbers or of what was kept before.
 
@@ -82,7 +82,7 @@ def state_written(model: nn.Module, inputs: Sequence[torch.Tensor], found: list[
     found.clear()
     own = {id(weight) for weight in model.parameters()}
     changed = [
-        Written(holder, key, entries.get(key, ABSENT), now.get(key, ABSENT))
+        WrittenEntry(holder, key, entries.get(key, ABSENT), now.get(key, ABSENT))
         for holder, entries in zip(holders, before, strict=True)
         for now in (holder.entries(),)
         for key in (*now, *(entries.keys() - now.keys()))
@@ -104,7 +104,7 @@ def state_written(model: nn.Module, inputs: Sequence[torch.Tensor], found: list[
 
 
 @contextmanager
-def carried_on(written: Sequence[Written]) -> Iterator[None]:
+def carried_on(written: Sequence[WrittenEntry]) -> Iterator[None]:
     """Inside, state is as forward left it."""
     holders = {id(one.holder.values): one.holder for one in written}
     before = {key: holder.entries() for key, holder in holders.items()}
@@ -118,7 +118,7 @@ def carried_on(written: Sequence[Written]) -> Iterator[None]:
             holder.restore(before[key])
 
 
-def warn_of_tensors(written: Sequence[Written]) -> tuple[str, ...]:
+def warn_of_tensors(written: Sequence[WrittenEntry]) -> tuple[str, ...]:
     """What is told of those that forward does not read itself: somebody else may."""
     told = "which engines and samplers leave as it is; return what is read later from forward"
     kept = tuple(f"{one}, {told}" for one in written if _tensors(one.after))
@@ -133,11 +133,11 @@ def _shown(value: Any) -> str:
     return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
-def _is_of(model: nn.Module, written: Written, library: str) -> bool:
+def _is_of(model: nn.Module, written: WrittenEntry, library: str) -> bool:
     return type(model.get_submodule(written.holder.owner)).__module__.startswith(library)
 
 
-def _is_hooks(model: nn.Module, written: Written) -> bool:
+def _is_hooks(model: nn.Module, written: WrittenEntry) -> bool:
     hooks = model.get_submodule(written.holder.owner)._forward_pre_hooks.values()
     return any(type(h).__module__.startswith(_HOOKS) and _name_of(h) == written.key for h in hooks)
 

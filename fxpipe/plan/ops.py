@@ -21,7 +21,7 @@ def draw(random: Callable[[int], torch.Tensor], index: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """An input of which a rank has some samples of the batch alone: row i of `tensor` is sample `samples[i]`."""
 
     tensor: torch.Tensor
@@ -34,10 +34,10 @@ class Rows:
 
 
 def slice_batch(
-    value: torch.Tensor | Rows, dim: int, outer: int, inner: int, start: int, stop: int, batch_size: int
+    value: torch.Tensor | BatchRows, dim: int, outer: int, inner: int, start: int, stop: int, batch_size: int
 ) -> torch.Tensor:
     """Samples [start, stop) of a value whose dimension `dim` is outer x batch x inner, contiguous."""
-    if isinstance(value, Rows):
+    if isinstance(value, BatchRows):
         return value.slice(start, stop)
     if outer == 1:
         return value.narrow(dim, start * inner, (stop - start) * inner).contiguous()

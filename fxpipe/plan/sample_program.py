@@ -36,7 +36,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Form:
+class StepForm:
     """One way to do a step.
 
     `graph` takes (transport, the whole inputs) and returns the whole prediction. Where a step before has `carried`
@@ -62,7 +62,7 @@ class SampleProgram:
     """
 
     rank: int
-    forms: Mapping[str, Form]
+    forms: Mapping[str, StepForm]
     inputs: tuple[str, ...]
     state: Mapping[str, torch.Tensor]
     once: fx.Graph | None = None

@@ -137,7 +137,7 @@ def with_stages(program: RankProgram, state: Mapping[str, torch.Tensor], backend
     module = program.bind(state)
     for name, graph in program.modules.items():
         if any(node.op == "call_function" and node.target is not ops.release for node in graph.nodes):
-            module.add_module(name, Stage(name, graph, getattr(module, name), program.gathered, backend))
+            module.add_module(name, CompiledStage(name, graph, getattr(module, name), program.gathered, backend))
     return module
 
 
@@ -151,7 +151,7 @@ def _sending_copies(graph: fx.Graph) -> fx.Graph:
     return new
 
 
-class Stage(nn.Module):
+class CompiledStage(nn.Module):
     """A stage graph by a back end, called as its eager module is; of its weights those `gathered` are now here, now
     there."""
 

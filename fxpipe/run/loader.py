@@ -27,7 +27,7 @@ Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Place:
+class BatchPlace:
     """Which batch it is, the same on every rank that has a part of it."""
 
     num_samples: int
@@ -88,7 +88,7 @@ class Loader:
         loaded = iter(self._loader if any(map(self._samples, {*sizes})) else ())
         for number, size in enumerate(sizes, start=first):
             batch = next(loaded) if self._samples(size) else None
-            place = Place(self._num_samples, self.seed if self.shuffle else None, epoch, number)
+            place = BatchPlace(self._num_samples, self.seed if self.shuffle else None, epoch, number)
             yield LocalBatch(batch, size, place, partial(self._trained, epoch, number))
 
     def state_dict(self) -> dict[str, Any]:

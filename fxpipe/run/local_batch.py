@@ -14,7 +14,7 @@ import torch
 
 from fxpipe.capture.inputs import call_of
 from fxpipe.errors import CompileError
-from fxpipe.plan.ops import Rows
+from fxpipe.plan.ops import BatchRows
 from fxpipe.plan.reads import batched_inputs
 from fxpipe.plan.step import StepPlan
 from fxpipe.run.read_ahead import Inputs, ReadBatch
@@ -71,7 +71,7 @@ def bound(plan: StepPlan, batch: Any, samples: Callable[[int], Sequence[int]], d
         )
     _require_data(plan, tensors)
     tensors, rows = placed(tensors, device), batched_inputs(plan)
-    given: Inputs = {name: Rows(tensor, own) if name in rows else tensor for name, tensor in tensors.items()}
+    given: Inputs = {name: BatchRows(tensor, own) if name in rows else tensor for name, tensor in tensors.items()}
     return ReadBatch.of(tensors, size, batch, tensors if len(own) == size else given)
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.plan.ops import Rows
+from fxpipe.plan.ops import BatchRows
 
 Tensors = Mapping[str, torch.Tensor]
-Inputs = Mapping[str, torch.Tensor | Rows]
+Inputs = Mapping[str, torch.Tensor | BatchRows]
 _END = object()
 
 

@@ -15,7 +15,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.plan import displaced_ops
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.clocks import Buckets, Passed, Waits, begun, together
-from fxpipe.sampling.layout import Estimate, Layout, of_bytes
+from fxpipe.sampling.layout import Estimate, LayoutCosts, of_bytes
 from fxpipe.sampling.planning import Choices, seen_patches
 from passes.sampling.buckets import LEAST_BYTES, MOST_BYTES, PER_STEP, filled
 from passes.sampling.work import Item, PatchWork, Told, received_bytes
@@ -48,7 +48,7 @@ def estimated(case: SampleCase, made: Choices, cluster: Cluster, steps: int, spe
             known[size, own] = Beside(case, made, cluster, own, size, shares).pace(steps)
         return known[size, own]
 
-    layout = Layout(case, made, cluster)
+    layout = LayoutCosts(case, made, cluster)
     results = [layout.result_bytes(size) for size in sizes]
     shown = links.of_groups(results)
     joined = layout.moving(sum(results)) if grid.groups > 1 else 0.0
@@ -76,7 +76,7 @@ def _with_others(ends: Sequence[float], shown: Sequence[float]) -> list[float]:
     return [max(end, before if group == last else there[last]) for group, end in enumerate(ends)]
 
 
-class Beside(Layout):
+class Beside(LayoutCosts):
     """Patches of a group on ranks of these speeds, one for each; where all are equal, seen from those that say what all
     take."""
 

@@ -27,17 +27,17 @@ from fxpipe.sampling.beside import Beside, attending
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.clocks import alone, together
 from fxpipe.sampling.links import Links
-from fxpipe.sampling.planning import Choices, Request, bounds_of, grid_of
+from fxpipe.sampling.planning import Choices, SampleRequest, bounds_of, grid_of
 from passes.sampling.work import PatchWork
 
 
-def least_seconds(case: SampleCase, way: Request, steps: int, fresh: float = inf) -> float:
+def least_seconds(case: SampleCase, way: SampleRequest, steps: int, fresh: float = inf) -> float:
     """Of a call of so many steps, where other layouts' exact steps take `fresh` seconds at least; messages are free."""
     fastest = max(way.speeds, default=1.0)
     return _least_seconds(case, way, steps, fresh * fastest) / fastest
 
 
-def _least_seconds(case: SampleCase, way: Request, steps: int, fresh: float) -> float:
+def _least_seconds(case: SampleCase, way: SampleRequest, steps: int, fresh: float) -> float:
     groups, stages = way.cfg or 1, way.stages or 1
     beside = way.world_size // (way.copies * groups * stages)
     in_group = case.num_samples // groups
@@ -67,13 +67,15 @@ def _patch_seconds(case: SampleCase, num_samples: int, parts: int) -> float:
     return float((fixed + (seconds - fixed) / parts).sum() + of_text.sum() / parts)
 
 
-def least_seconds_of_work(case: SampleCase, way: Request, cluster: Cluster, steps: int, fresh: float = inf) -> float:
+def least_seconds_of_work(
+    case: SampleCase, way: SampleRequest, cluster: Cluster, steps: int, fresh: float = inf
+) -> float:
     """The same, from the work of its patches; 0 of a layout that cannot be. Of a folded line it is that of any."""
     one = replace(way, fold=None), cluster, steps, fresh
     return case.found_once(("least seconds", case.num_samples, *one), lambda: _least_seconds_of_work(case, *one))
 
 
-def _least_seconds_of_work(case: SampleCase, way: Request, cluster: Cluster, steps: int, fresh: float) -> float:
+def _least_seconds_of_work(case: SampleCase, way: SampleRequest, cluster: Cluster, steps: int, fresh: float) -> float:
     try:
         grid = grid_of(case, way)
         bounds, text_first = bounds_of(case, way, grid)

@@ -12,7 +12,7 @@ from fxpipe.plan.sample_plan import Expected, How
 from fxpipe.plan.schedule import counted
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.layout import Estimate
-from fxpipe.sampling.planning import Choices, Request
+from fxpipe.sampling.planning import Choices, SampleRequest
 
 _TOLD = 4
 _FEW = 4
@@ -37,7 +37,7 @@ class SampleCandidate:
     """A layout for the samples of so many `requests`; `found` is what it would take, None where it cannot be, and
     `why`, or where `least_seconds` are too many."""
 
-    request: Request
+    request: SampleRequest
     requests: int = 1
     made: Choices | None = None
     found: Estimate | None = None

@@ -35,7 +35,7 @@ from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.columns import Columns
 from fxpipe.sampling.estimate import estimate
 from fxpipe.sampling.layout import Estimate
-from fxpipe.sampling.planning import Request, chosen
+from fxpipe.sampling.planning import SampleRequest, chosen
 
 _EXACT_WINS, _SAME = 1.05, 1.01
 """An exact layout may take so many times as long as the fastest; the first of layouts that are alike is taken."""
@@ -70,7 +70,7 @@ class _Known:
 
 
 @held_collector()
-def ranked(case: SampleCase, request: Request, setting: Setting, anew: bool = False) -> Ranked:
+def ranked(case: SampleCase, request: SampleRequest, setting: Setting, anew: bool = False) -> Ranked:
     """Every layout that a request leaves open, the best first; `anew` whatever is known of calls of other sizes.
 
     Raises:
@@ -93,13 +93,13 @@ def ranked(case: SampleCase, request: Request, setting: Setting, anew: bool = Fa
     return found
 
 
-def _ranked(case: SampleCase, request: Request, setting: Setting, looked_at: Sequence[SampleCandidate]) -> Ranked:
+def _ranked(case: SampleCase, request: SampleRequest, setting: Setting, looked_at: Sequence[SampleCandidate]) -> Ranked:
     found = _warmed(case, looked_at, setting)
     if not any(one.found for one in found):
         chosen(case, request)  # says what is wrong with what was asked for
         raise CompileError("; ".join(dict.fromkeys(one.why for one in found)) or "there is no layout")
     fitting = _fitting(case, found, setting)
-    on_one = chosen(case, Request(1, 1, None, None, 1, EXACT, request.text))
+    on_one = chosen(case, SampleRequest(1, 1, None, None, 1, EXACT, request.text))
     alone = estimate(case, on_one, setting.cluster, setting.steps).seconds / max(request.speeds, default=1.0)
     order = sorted(fitting, key=lambda one: (one.found is None or bool(one.why), one.seconds, one.least_seconds or inf))
     best = _best([*filter(_fits, order)], alone)
@@ -140,17 +140,17 @@ def _weight(one: SampleCandidate) -> float:
     return 1.0 if one.is_exact else _EXACT_WINS
 
 
-def _way(way: Request, requests: int) -> object:
+def _way(way: SampleRequest, requests: int) -> object:
     """What tells the layouts of one request apart."""
     return way.cfg, way.stages, way.fold, way.num_patches, way.how, way.copies, way.watching, requests
 
 
 def _narrowed(
-    case: SampleCase, request: Request, setting: Setting, told: Mapping[object, str | None]
+    case: SampleCase, request: SampleRequest, setting: Setting, told: Mapping[object, str | None]
 ) -> list[SampleCandidate]:
     """All candidates; those of which another call has `told` why are not looked at. Of some it knows nothing, as where
     it has too few units."""
-    found, open_ones = list[SampleCandidate](), list[tuple[bool, int, SampleCase, Request]]()
+    found, open_ones = list[SampleCandidate](), list[tuple[bool, int, SampleCase, SampleRequest]]()
     for requests, of_requests in _joined(case, request, setting):
         for way in ways(of_requests, request, setting):
             if why := told.get(key := _way(way, requests)):
@@ -169,7 +169,7 @@ def _narrowed(
     return _timed(case, found, setting)
 
 
-def _found(case: SampleCase, request: Request, setting: Setting) -> list[SampleCandidate]:
+def _found(case: SampleCase, request: SampleRequest, setting: Setting) -> list[SampleCandidate]:
     """All candidates; those that cannot be the best by what they take at least are not looked at."""
     best, best_rows, found, open_ones = inf, inf, list[SampleCandidate](), []
     for requests, of_requests in _joined(case, request, setting):
@@ -200,7 +200,7 @@ def _found(case: SampleCase, request: Request, setting: Setting) -> list[SampleC
     return _timed(case, found, setting)
 
 
-def _slower(way: Request, requests: int, least_seconds: float, best: float) -> SampleCandidate:
+def _slower(way: SampleRequest, requests: int, least_seconds: float, best: float) -> SampleCandidate:
     longer = least_seconds / requests / best - 1 if best else inf
     why = f"at least {longer:.1%} longer"
     return SampleCandidate(way, requests, why=why, least_seconds=least_seconds)
@@ -211,7 +211,7 @@ def _limit(case: SampleCase, setting: Setting) -> float:
     return setting.limit_bytes or case.cost_model.memory_bytes or inf
 
 
-def _may_warm(way: Request) -> bool:
+def _may_warm(way: SampleRequest) -> bool:
     """Whether fresh steps of another layout may be made by it."""
     return way.how.mode == "exact" and way.stages is None
 
@@ -243,7 +243,7 @@ def _warmed(case: SampleCase, found: Sequence[SampleCandidate], setting: Setting
     return [*map(warmed, found)]
 
 
-def _joined(case: SampleCase, request: Request, setting: Setting) -> Iterator[tuple[int, SampleCase]]:
+def _joined(case: SampleCase, request: SampleRequest, setting: Setting) -> Iterator[tuple[int, SampleCase]]:
     """How many requests a call may have, with the case of their samples: up to two samples for every rank."""
     yield 1, case
     if setting.objective == "throughput" and case.traced.captured.batch:
@@ -255,7 +255,7 @@ def _joined(case: SampleCase, request: Request, setting: Setting) -> Iterator[tu
                 yield requests, case.of(requests * own)
 
 
-def ways(case: SampleCase, request: Request, setting: Setting) -> Iterator[Request]:
+def ways(case: SampleCase, request: SampleRequest, setting: Setting) -> Iterator[SampleRequest]:
     """Requests that leave nothing open but bounds: on all ranks, then on fewer, of which there are as many copies as
     are no slower; ranks that are left over watch."""
     is_open = request.stages is None and request.patches is None and request.cfg is None
@@ -268,7 +268,7 @@ def ways(case: SampleCase, request: Request, setting: Setting) -> Iterator[Reque
             yield from _ways_on(case, replace(own, watching=watching), setting)
 
 
-def _ranks(request: Request, num_samples: int) -> list[int]:
+def _ranks(request: SampleRequest, num_samples: int) -> list[int]:
     """How many may make a call together, the most first: all, those before a slower one, of these as many as samples
     can be shared out to, and what divides all or those."""
     speeds, most = request.speeds, request.world_size
@@ -278,14 +278,14 @@ def _ranks(request: Request, num_samples: int) -> list[int]:
     return [r for r in range(most, 0, -1) if r in ends or any(count % r == 0 for count in shared)]
 
 
-def _copies(request: Request, ranks: int) -> list[int]:
+def _copies(request: SampleRequest, ranks: int) -> list[int]:
     """How often so many ranks may be there: all, or all before a slower copy."""
     count, speeds = request.world_size // ranks, request.speeds
     slower = {at // ranks for at in range(ranks, len(speeds)) if speeds[at] < speeds[at - ranks]}
     return sorted({one for one in slower if one < count} | {count})
 
 
-def _ways_on(case: SampleCase, request: Request, setting: Setting) -> Iterator[Request]:
+def _ways_on(case: SampleCase, request: SampleRequest, setting: Setting) -> Iterator[SampleRequest]:
     """On all its ranks: more groups first, then fewer stages."""
     open_layout = request.stages is None and request.patches is None
     hows = [EXACT, request.how] if open_layout and request.how.mode == "displaced" else [request.how]
@@ -306,7 +306,7 @@ def _groups(case: SampleCase, asked: int | None, ranks: int) -> list[int]:
     return [groups for groups in range(case.num_samples, 0, -1) if ranks % groups == 0]
 
 
-def _ways_of(case: SampleCase, request: Request, stages: int) -> Iterator[Request]:
+def _ways_of(case: SampleCase, request: SampleRequest, stages: int) -> Iterator[SampleRequest]:
     """With so many groups and stages; one stage is none unless it was asked for, on ranks without any beside them."""
     how, groups, asked = request.how, request.cfg or 1, request.stages is not None
     beside, rest = divmod(request.world_size // request.copies, groups * stages)
@@ -331,7 +331,7 @@ def _ways_of(case: SampleCase, request: Request, stages: int) -> Iterator[Reques
 
 
 def _looked_at(
-    case: SampleCase, way: Request, setting: Setting, requests: int, others: Sequence[SampleCandidate]
+    case: SampleCase, way: SampleRequest, setting: Setting, requests: int, others: Sequence[SampleCandidate]
 ) -> SampleCandidate | None:
     """What a layout takes; None where it is one of the others."""
     try:

@@ -14,7 +14,7 @@ from fxpipe.remembered import remembered
 from fxpipe.sampling.beside import at_speed
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.clocks import alone, together
-from fxpipe.sampling.layout import Estimate, Layout
+from fxpipe.sampling.layout import Estimate, LayoutCosts
 from fxpipe.sampling.links import Busy
 from fxpipe.sampling.paced import paced
 from fxpipe.sampling.planning import Choices, seen_patches
@@ -26,7 +26,7 @@ _STEPS = 4
 """Of patches in turn that are paced: from the third on they are alike."""
 
 
-class Columns(Layout):
+class Columns(LayoutCosts):
     def __init__(self, case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence[float] = ()) -> None:
         super().__init__(case, made, cluster)
         assert made.spans is not None

@@ -33,7 +33,7 @@ class Estimate:
         return replace(self, seconds=seconds, memory_bytes=memory, weight_bytes=by.weight_bytes)
 
 
-class Layout:
+class LayoutCosts:
     """A layout of a case, on a cluster's links."""
 
     def __init__(self, case: SampleCase, made: Choices, cluster: Cluster, shares: Sequence[float] = ()) -> None:

@@ -21,7 +21,7 @@ from fxpipe.errors import CompileError, RunError
 from fxpipe.plan.rank_program import Message, Traffic
 from fxpipe.plan.sample_outcome import SampleOutcome
 from fxpipe.plan.sample_plan import SamplePlan
-from fxpipe.plan.sample_program import Form, SampleProgram
+from fxpipe.plan.sample_program import SampleProgram, StepForm
 from fxpipe.plan.unroll import in_sequence
 from fxpipe.run.ranks import LocalRanks, Ranks, shapes_of
 from fxpipe.sampling.attention import require_attention, with_attention
@@ -31,7 +31,7 @@ from fxpipe.sampling.choosing import ranked
 from fxpipe.sampling.estimate import estimate
 from fxpipe.sampling.planning import (
     Choices,
-    Request,
+    SampleRequest,
     choices_of,
     chosen,
     is_of,
@@ -69,7 +69,7 @@ class SampleLowering:
     of call.
     """
 
-    request: Request
+    request: SampleRequest
     tracing: Tracing
     device: torch.device
     cost_model: CostModel
@@ -182,10 +182,10 @@ class SampleLowering:
             plan = replace(plan, notes=notes, expects=found.expected(one), considered=found.considered(one))
             yield plan, tuple(found.outcomes(one))
 
-    def _chosen(self, case: SampleCase, request: Request, cluster: Cluster | None) -> Choices:
+    def _chosen(self, case: SampleCase, request: SampleRequest, cluster: Cluster | None) -> Choices:
         """What a request leaves open, decided; attention gathers where no cluster says what is better."""
 
-        def told(asked: Request) -> Choices:
+        def told(asked: SampleRequest) -> Choices:
             return with_attention(case, chosen(case, asked), request.attention, cluster, request.speeds)
 
         made = told(request)
@@ -222,7 +222,7 @@ class SampleLowering:
         as long as a transport `keeps_sent`."""
         step = step.whole
         rows, sent = in_sequence(step.programs, step.messages_of, step.sequence(num_steps), whole=True)
-        forms = [{"fresh": Form(row.graph)} for row in rows]
+        forms = [{"fresh": StepForm(row.graph)} for row in rows]
         programs = [replace(p, forms=form) for p, form in zip(step.programs, forms, strict=True)]
         by = cost_model or self.cost_model
         # of a plan that was given the request has those that do not watch

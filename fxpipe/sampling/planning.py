@@ -25,7 +25,7 @@ _ALL = Stage(0, 0, frozenset(), (), (), 0.0)
 
 
 @dataclass(frozen=True)
-class Request:
+class SampleRequest:
     """What a user has asked for, None where it is left open; `patches` may be bounds in units. The ranks are so many
     `copies` of fewer, and have these `speeds`; none where they are equal. So many more are `watching`."""
 
@@ -70,7 +70,7 @@ class Choices:
     watching: int = 0
 
 
-def chosen(case: SampleCase, request: Request) -> Choices:
+def chosen(case: SampleCase, request: SampleRequest) -> Choices:
     """What is decided for a call.
 
     Raises:
@@ -159,14 +159,14 @@ def line_for(case: SampleCase, plan: SamplePlan) -> StageLine | None:
     return None if spans is None else line_of(case.blocks(plan.cut.num_samples, plan.cut.num_blocks), spans)
 
 
-def request_of(plan: SamplePlan) -> Request:
+def request_of(plan: SamplePlan) -> SampleRequest:
     """For calls that a plan is not of: in its mode, with as many stages; groups and patches as are right for them."""
     staged = None if plan.staged.schedule == "rows" else plan.grid.stages
     fold = None if staged is None else plan.staged.num_stages > staged
     patches = plan.num_patches if plan.in_turn else None
     text: Text = "first" if plan.text_first else "all"
     ranks, how = plan.staged.world_size, replace(plan.how, fresh=())
-    return Request(ranks, None, staged, fold, patches, how, text, watching=plan.watching)
+    return SampleRequest(ranks, None, staged, fold, patches, how, text, watching=plan.watching)
 
 
 def require_fresh(plan: SamplePlan | None, made: SamplePlan) -> None:
@@ -228,7 +228,7 @@ def require_equal(plan: SamplePlan, remade: SamplePlan) -> None:
         raise CompileError(f"the plan says {says.strip()!r}, of its stages and patches it is {is_so.strip()!r}")
 
 
-def grid_of(case: SampleCase, request: Request) -> Grid:
+def grid_of(case: SampleCase, request: SampleRequest) -> Grid:
     """Of samples that need each other, as perturbed attention's halves do, one group; unless more are asked for."""
     asked = request.num_patches
     patches = None if request.in_turn else asked
@@ -245,7 +245,7 @@ def grid_of(case: SampleCase, request: Request) -> Grid:
     return replace(grid_for(ranks, case.num_samples, 1, patches, request.stages), copies=request.copies)
 
 
-def bounds_of(case: SampleCase, request: Request, grid: Grid) -> tuple[tuple[int, ...], bool]:
+def bounds_of(case: SampleCase, request: SampleRequest, grid: Grid) -> tuple[tuple[int, ...], bool]:
     """Of patches, in units, and whether the first one has the text; of those in turn, on each rank of a stage, twice as
     many as stages where that is left open."""
     size = case.group_size(grid)

@@ -29,7 +29,7 @@ from passes.sampling.patch_graph import patch_graph
 from passes.sampling.patches import Patch, patches_of
 from passes.sampling.piped import Piped
 from passes.sampling.piped_rank import piped_programs
-from passes.sampling.staged import Staged
+from passes.sampling.staged import StagedSamples
 from passes.sampling.staged_rank import staged_programs
 from passes.sampling.stages import StageLine
 from passes.sampling.times import inputs_of_call
@@ -113,7 +113,7 @@ def _alone(
     if line is not None:
         runs = case.runs(0, size)
         given = plan.bounds, plan.grid, case.batched, device, plan.attention
-        staged = Staged(line, case.rows_of(runs), [runs], *given)
+        staged = StagedSamples(line, case.rows_of(runs), [runs], *given)
         programs, sent = staged_programs(staged, ranks)
         return programs, {"fresh": sent}
     patches, graphs = _cut(case, size, plan, ranks)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
-class Made:
+class MadeTensor:
     """A tensor of a result: a view of one of the tensors given, or a new one."""
 
     source: int | None
@@ -33,7 +33,7 @@ class Made:
 class Result:
     """What a call gave, and the most bytes that it had at once meanwhile."""
 
-    made: Sequence[Made]
+    made: Sequence[MadeTensor]
     form: pytree.TreeSpec
     most_bytes: int
 
@@ -57,12 +57,14 @@ def call_key(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, l
 def result_of(value: Any, given: Sequence[torch.Tensor], left_bytes: int, most_bytes: int) -> Result | None:
     """How to make a call's value again; None where only the call can, or where it left more than its value behind."""
     leaves, form = pytree.tree_flatten(value)
-    places, made = [_place(tensor) for tensor in given], list[Made]()
+    places, made = [_place(tensor) for tensor in given], list[MadeTensor]()
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             return None
         sources = [index for index, place in enumerate(places) if place == _place(leaf)]
-        one = Made(sources[0] if sources else None, leaf.shape, leaf.stride(), int(leaf.storage_offset()), leaf.dtype)
+        one = MadeTensor(
+            sources[0] if sources else None, leaf.shape, leaf.stride(), int(leaf.storage_offset()), leaf.dtype
+        )
         same = one.again(given)
         if len(sources) > 1 or same.dtype != leaf.dtype or _num_bytes(same) != _num_bytes(leaf):
             return None

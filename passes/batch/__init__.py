@@ -1,7 +1,7 @@
 """Follow the batch through the captured graph: what may run on micro-batches, and how their losses add up.
 
-    x [B, C]             Layout(0)        l = ((unet(x) - y) ** 2)   [B, C]  Layout(0)
-    w [B]                Layout(0)        n = (w * l.mean(1)).sum()          a sum over samples
+    x [B, C]             BatchLayout(0)   l = ((unet(x) - y) ** 2)   [B, C]  BatchLayout(0)
+    w [B]                BatchLayout(0)   n = (w * l.mean(1)).sum()          a sum over samples
     w.sum()              whole batch      n / w.sum()                        loss_scale "sum"
 
 Every operation between the inputs and the loss's reduction must act on each sample alone. One that mixes samples is
@@ -27,7 +27,7 @@ from fxpipe.capture.reach import reached
 from fxpipe.errors import CompileError
 from passes.batch import rewrite
 from passes.batch.follow import Follow, depends_on_parameters, on_tensors
-from passes.batch.layout import Layout, Mixed, Result, State
+from passes.batch.layout import BatchLayout, Mixed, Result, State
 from passes.batch.sums import Unequal
 
 _MOST_WEIGHTS = 2  # (b/B)**2: a mean over the batch, divided by its size
@@ -49,7 +49,7 @@ class BatchPlan:
     left_out     why others cannot be put together
     """
 
-    layouts: Mapping[str, "Layout | tuple[Layout | None, ...] | None"]
+    layouts: Mapping[str, "BatchLayout | tuple[BatchLayout | None, ...] | None"]
     loss_scale: Literal["mean", "sum"]
     whole_batch: tuple[str, ...]
     divisible: bool = True
@@ -201,7 +201,7 @@ def require_independent(capture: Capture) -> None:
     except Mixed as error:
         raise CompileError(_told(follow.failed, error.why)) from None
     state = follow.states[capture.result]
-    if state != State(Layout(0)):
+    if state != State(BatchLayout(0)):
         raise CompileError(_told(capture.result, "its samples do not lie in dimension 0 one by one"))
     _, whole = _needed([capture.result], follow)
     if whole:

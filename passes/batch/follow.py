@@ -14,7 +14,7 @@ from fxpipe.capture import Capture
 from fxpipe.capture.backwards import OWN_GRADIENT
 from fxpipe.capture.reach import reached
 from passes.batch import composite, own_rows, sums
-from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, splits
+from passes.batch.layout import BatchLayout, Mixed, Result, RuleCall, State, batch_dims, splits
 from passes.batch.own_gradients import follow_gradient
 from passes.batch.rules import pointwise
 from passes.batch.table import RULES
@@ -101,7 +101,7 @@ class Follow:
         if kind == "draw":
             return [(state, False) for state, _ in self._of_whole(node)]
         batched = kind == "input" and node.meta["input"] in {f.name for f in self.capture.inputs.leaves if f.batched}
-        return [(State(Layout(0)) if batched else State(), False)]
+        return [(State(BatchLayout(0)) if batched else State(), False)]
 
     def _of_whole(self, node: fx.Node) -> list[tuple[Result, bool]]:
         """The states of a value computed on the whole batch: cut into samples in any way, or the same for all."""

@@ -1,8 +1,8 @@
 """Where the samples of a batch lie in one value, and one graph node seen with the layouts of its operands.
 
-x            [B, C, H, W]     Layout(dim=0, outer=1, inner=1)
-cat([x, x])  [2B, C, H, W]    Layout(dim=0, outer=2, inner=1)
-tokens       [B*T, D]         Layout(dim=0, outer=1, inner=T)
+x            [B, C, H, W]     BatchLayout(dim=0, outer=1, inner=1)
+cat([x, x])  [2B, C, H, W]    BatchLayout(dim=0, outer=2, inner=1)
+tokens       [B*T, D]         BatchLayout(dim=0, outer=1, inner=T)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,15 +21,15 @@ _BATCH = sympy.Symbol("B", integer=True, positive=True)
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """Dimension `dim` has size outer*B*inner; sample `s` is at the indices (o*B + s)*inner + i."""
 
     dim: int
     outer: int = 1
     inner: int = 1
 
-    def at(self, dim: int) -> "Layout":
-        return Layout(dim, self.outer, self.inner)
+    def at(self, dim: int) -> "BatchLayout":
+        return BatchLayout(dim, self.outer, self.inner)
 
     @property
     def factor(self) -> int:
@@ -49,7 +49,7 @@ class State:
     With b of B samples in the micro-batch, the whole batch's value is (b/B)**power times what `form` says.
     """
 
-    layout: Layout | None = None
+    layout: BatchLayout | None = None
     form: Literal["value", "partial", "whole", "position", "row"] = "value"
     power: int = 0
     rows: int = 0
@@ -99,7 +99,7 @@ class RuleCall(BoundCall):
                 if isinstance(item, fx.Node) and isinstance(item.meta["val"], torch.Tensor):
                     yield item
 
-    def layout(self, node: fx.Node) -> Layout | None:
+    def layout(self, node: fx.Node) -> BatchLayout | None:
         state = self.states[node]
         assert isinstance(state, State)
         return state.layout
@@ -179,8 +179,8 @@ def batch_dims(value: torch.Tensor) -> list[tuple[int, int]]:
     return found
 
 
-def splits(dim: int, k: int) -> list[Layout]:
+def splits(dim: int, k: int) -> list[BatchLayout]:
     """Every layout of a dimension of size k*B, the likely ones first."""
     divisors = [n for n in range(1, k + 1) if k % n == 0]
     ends = sorted(divisors, key=lambda n: (n not in (1, k), n))
-    return [Layout(dim, outer, k // outer) for outer in ends]
+    return [BatchLayout(dim, outer, k // outer) for outer in ends]

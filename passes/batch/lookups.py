@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from passes.batch import own_rows
-from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, factor, splits
+from passes.batch.layout import BatchLayout, Mixed, Result, RuleCall, State, batch_dims, factor, splits
 from passes.batch.rules import aligned, along, broadcast, moved, no_batch_numbers, shapes_of
 from passes.operations import acted_dims, dimension
 
@@ -47,7 +47,7 @@ def index_select(call: RuleCall) -> list[Result]:
     if own:
         return moved(call, broadcast(shapes_of(call, [index])))
     if layout is None:
-        return moved(call, call.layout(index) or Layout(0))
+        return moved(call, call.layout(index) or BatchLayout(0))
     if call.layout(index) is not None or layout.dim in acted_dims(call.arguments, table.meta["val"].ndim):
         raise Mixed("it looks samples up by number")
     return moved(call, layout)
@@ -102,7 +102,7 @@ def _put_by_sample(call: RuleCall, table: fx.Node, values: fx.Node) -> list[Resu
     """`x[arange(B), i] = y`: every sample's own entries."""
     indices, layout = call.arguments["indices"], call.layout(table)
     positions = [n for n in call.operands if call.states[n].form == "position"]  # type: ignore[union-attr]
-    if layout != Layout(0) or positions != [indices[0]] or None in indices:
+    if layout != BatchLayout(0) or positions != [indices[0]] or None in indices:
         raise Mixed("it writes samples by number")
     place = broadcast(shapes_of(call, indices))
     written = [0] * (max(n.meta["val"].ndim for n in indices) + table.meta["val"].ndim - len(indices))
@@ -120,7 +120,7 @@ def arange(call: RuleCall) -> list[Result]:
     if numbers["start"] in (None, 0) and numbers["step"] in (None, 1) and dims:
         return [State(layout, "position") for layout in splits(*dims[0])]
     if numbers["start"] in (None, 0) and dims == [(0, 1)] and factor(numbers["end"]) == numbers["step"]:
-        return [State(Layout(0), "row", rows=numbers["step"])]
+        return [State(BatchLayout(0), "row", rows=numbers["step"])]
     raise Mixed("it counts over the batch")
 
 

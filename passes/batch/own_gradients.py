@@ -1,8 +1,8 @@
 """Autograd functions of a model's own: whether their gradients of micro-batches are those of the whole batch.
 
-x [B, C] Layout(0)    grad * y             Layout(0)    each sample's own
-w [C]                 (grad * x).sum(0)    a sum over samples, as micro-batches' gradients are added
-l.mean() ()           1                    a loss's own, of which a micro-batch has its share
+x [B, C] BatchLayout(0)    grad * y             BatchLayout(0)    each sample's own
+w [C]                      (grad * x).sum(0)    a sum over samples, as micro-batches' gradients are added
+l.mean() ()                1                    a loss's own, of which a micro-batch has its share
 """
 
 from collections.abc import Callable, Sequence

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.batch.layout import Layout, Mixed, Result, Rule, RuleCall, State
+from passes.batch.layout import BatchLayout, Mixed, Result, Rule, RuleCall, State
 from passes.batch.rules import broadcast, moved, no_batch_numbers, shapes_of
 from passes.operations import CASTS, EXPANSIONS, PERMUTATIONS, PIECES, VIEWS, bound_arguments, dimension, operation_name
 
@@ -66,10 +66,10 @@ def _all_of(result: Result, state: State) -> Result:
     return replace(state, layout=result.layout)
 
 
-def are_of(call: RuleCall, numbers: fx.Node, layout: Layout | None, dim: int) -> bool:
+def are_of(call: RuleCall, numbers: fx.Node, layout: BatchLayout | None, dim: int) -> bool:
     """Whether numbers are those of rows of a table [B*N, ..] along `dim`, each sample's of its own."""
     state = call.states[numbers]
-    return isinstance(state, State) and state.form == "row" and layout == Layout(dim, 1, state.rows)
+    return isinstance(state, State) and state.form == "row" and layout == BatchLayout(dim, 1, state.rows)
 
 
 def most(value: Any) -> int | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, factor
+from passes.batch.layout import BatchLayout, Mixed, Result, RuleCall, State, batch_dims, factor
 from passes.batch.rules import broadcast, moved, no_batch_numbers, shapes_of, spatial, trailing
 from passes.operations import einsum_labels, matrix_labels
 
@@ -28,7 +28,7 @@ def contract(call: RuleCall, terms: Sequence[tuple[fx.Node, Labels]], out: Label
             raise Mixed("it combines the batch with another dimension of the same size")
     if label not in out:
         return State(form="partial")
-    return State(Layout(out.index(label) - len(out), outer, inner))
+    return State(BatchLayout(out.index(label) - len(out), outer, inner))
 
 
 def matmul(call: RuleCall) -> list[Result]:
@@ -77,11 +77,11 @@ def convolution_backward(call: RuleCall) -> list[Result]:
     """Derivatives of a convolution of samples: by its input each sample's own, by its weights a sum over samples."""
     weight = next(call.tensors("weight"))
     layouts = {call.layout(node) for node in call.tensors("grad_output", "input")}
-    if call.layout(weight) is not None or layouts != {Layout(0)}:
+    if call.layout(weight) is not None or layouts != {BatchLayout(0)}:
         raise Mixed("it combines the entries of a dimension that is, or has, the batch")
     by_input, *by_weights = call.arguments["output_mask"]
     sums = (State(form="partial") if asked else State() for asked in by_weights)
-    return [(State(Layout(0)) if by_input else State(), *sums)]
+    return [(State(BatchLayout(0)) if by_input else State(), *sums)]
 
 
 def solve(call: RuleCall) -> list[Result]:
@@ -114,4 +114,4 @@ def convolution(call: RuleCall) -> list[Result]:
         if groups is None or layout is None or (layout.dim, layout.outer) != (dim, 1) or layout.inner % groups:
             raise Mixed("its groups are not those of the samples", "view all samples as [1, batch * channels, ...]")
     ((_, found),) = batch_dims(call.node.meta["val"])
-    return [State(Layout(channels, 1, found))]
+    return [State(BatchLayout(channels, 1, found))]

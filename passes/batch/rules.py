@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import fx
 
-from passes.batch.layout import Layout, Mixed, Result, Rule, RuleCall, State, batch_dims
+from passes.batch.layout import BatchLayout, Mixed, Result, Rule, RuleCall, State, batch_dims
 from passes.operations import acted_dims
 
 
-def moved(call: RuleCall, layout: Layout) -> list[Result]:
+def moved(call: RuleCall, layout: BatchLayout) -> list[Result]:
     """The result of an operation that keeps samples apart and in order, wherever its shape says the batch went."""
     value = call.node.meta["val"]
     if isinstance(value, list | tuple):
@@ -21,7 +21,7 @@ def moved(call: RuleCall, layout: Layout) -> list[Result]:
     return [State(_placed(value, layout))]
 
 
-def _placed(value: Any, layout: Layout) -> Layout | None:
+def _placed(value: Any, layout: BatchLayout) -> BatchLayout | None:
     if value is None:
         return None
     dims = batch_dims(value)
@@ -41,7 +41,7 @@ def no_batch_numbers(call: RuleCall, *allowed: str) -> None:
         )
 
 
-def broadcast(shapes: Sequence[tuple[Sequence[Any], Layout | None]]) -> Layout:
+def broadcast(shapes: Sequence[tuple[Sequence[Any], BatchLayout | None]]) -> BatchLayout:
     """The layout, counted from the end (negative dim), of values combined elementwise."""
     places = {layout.at(layout.dim - len(shape)) for shape, layout in shapes if layout is not None}
     if len(places) != 1:
@@ -53,7 +53,7 @@ def broadcast(shapes: Sequence[tuple[Sequence[Any], Layout | None]]) -> Layout:
     return place
 
 
-def shapes_of(call: RuleCall, nodes: Sequence[fx.Node]) -> list[tuple[Sequence[Any], Layout | None]]:
+def shapes_of(call: RuleCall, nodes: Sequence[fx.Node]) -> list[tuple[Sequence[Any], BatchLayout | None]]:
     return [(n.meta["val"].shape, call.layout(n)) for n in nodes]
 
 
@@ -62,7 +62,7 @@ def pointwise(call: RuleCall) -> list[Result]:
     return moved(call, broadcast(shapes_of(call, call.operands)))
 
 
-def aligned(call: RuleCall, nodes: Sequence[fx.Node]) -> Layout:
+def aligned(call: RuleCall, nodes: Sequence[fx.Node]) -> BatchLayout:
     """The one layout of operands that are combined without broadcasting."""
     layouts = {call.layout(n) for n in nodes if n.meta["val"].ndim > 0}
     if len(layouts) != 1 or None in layouts or len({n.meta["val"].ndim for n in nodes} - {0}) != 1:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from passes.batch.additions import added, adds, is_zero
-from passes.batch.layout import Layout, Mixed, Result, Rule, RuleCall, State, power_of
+from passes.batch.layout import BatchLayout, Mixed, Result, Rule, RuleCall, State, power_of
 from passes.batch.rules import along, broadcast, moved, no_batch_numbers, pointwise, shapes_of
 from passes.operations import FACTORIES, acted_dims
 
@@ -146,7 +146,7 @@ def _product(call: RuleCall, a: State, b: State, sign: int) -> State:
     return State(None, "partial", a.power + sign * b.power)
 
 
-def _place(call: RuleCall) -> Layout | None:
+def _place(call: RuleCall) -> BatchLayout | None:
     if not call.batched():
         return None
     (result,) = moved(call, broadcast(shapes_of(call, call.operands)))

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from passes.batch.layout import Layout, Mixed, Result, RuleCall, State, batch_dims, factor, splits
+from passes.batch.layout import BatchLayout, Mixed, Result, RuleCall, State, batch_dims, factor, splits
 from passes.batch.rules import aligned, along, broadcast, moved, no_batch_numbers, shapes_of
 from passes.operations import dimension
 
@@ -26,7 +26,7 @@ def view(call: RuleCall) -> list[Result]:
     inner, rest2 = divmod(after, math.prod(int(s) for s in out[dim + 1 :]))
     if rest or rest2 or outer * inner != k:
         raise Mixed("its result puts parts of several samples into one")
-    return [State(Layout(dim, outer, inner))]
+    return [State(BatchLayout(dim, outer, inner))]
 
 
 def _one_batch_dim(value: torch.Tensor) -> list[tuple[int, int]]:
@@ -69,10 +69,10 @@ def repeat(call: RuleCall) -> list[Result]:
     ((dim, k),) = _one_batch_dim(out)
     if layout is None:
         size = int(shape[dim])
-        return [State(Layout(dim, s.outer, s.inner * size)) for s in splits(dim, k // size)]
+        return [State(BatchLayout(dim, s.outer, s.inner * size)) for s in splits(dim, k // size)]
     if layout.dim + out.ndim - node.meta["val"].ndim != dim:
         raise Mixed("it repeats another dimension by the batch size")
-    return [State(Layout(dim, k // layout.inner, layout.inner))]
+    return [State(BatchLayout(dim, k // layout.inner, layout.inner))]
 
 
 def repeat_interleave(call: RuleCall) -> list[Result]:
@@ -84,10 +84,10 @@ def repeat_interleave(call: RuleCall) -> list[Result]:
     ((at, k),) = _one_batch_dim(out)
     if layout is None:
         size = int(node.meta["val"].shape[at])
-        return [State(Layout(at, size * s.outer, s.inner)) for s in splits(at, k // size)]
+        return [State(BatchLayout(at, size * s.outer, s.inner)) for s in splits(at, k // size)]
     if layout.dim != at:
         raise Mixed("it repeats another dimension by the batch size")
-    return [State(Layout(at, layout.outer, k // layout.outer))]
+    return [State(BatchLayout(at, layout.outer, k // layout.outer))]
 
 
 def cat(call: RuleCall) -> list[Result]:
@@ -101,7 +101,7 @@ def cat(call: RuleCall) -> list[Result]:
     if len({layout.inner for layout in layouts if layout}) != 1:
         raise Mixed("it joins values that hold the batch in different orders")
     outer = sum(layout.outer for layout in layouts if layout)
-    return moved(call, Layout(dim, outer, layouts[0].inner if layouts[0] else 1))
+    return moved(call, BatchLayout(dim, outer, layouts[0].inner if layouts[0] else 1))
 
 
 def pieces(call: RuleCall) -> list[Result]:
@@ -133,7 +133,7 @@ def cut(call: RuleCall) -> list[Result]:
     return [State(_whole_copies(layout, start, sizes[0] if sizes else 0))]
 
 
-def _whole_copies(layout: Layout, start: int, size: int) -> Layout:
+def _whole_copies(layout: BatchLayout, start: int, size: int) -> BatchLayout:
     if size == 0 or size % layout.inner or start % layout.inner:
         raise Mixed("it picks some samples of the batch")
-    return Layout(layout.dim, size // layout.inner, layout.inner)
+    return BatchLayout(layout.dim, size // layout.inner, layout.inner)

@@ -23,7 +23,7 @@ from fxpipe.costs.polynomials import Floats
 from fxpipe.costs.table import CostTable
 from fxpipe.plan.block_graph import BlockGraph, is_size
 from passes.batch import BatchPlan
-from passes.batch.layout import Layout
+from passes.batch.layout import BatchLayout
 from passes.costs.local import STATE_KINDS, owners_reading, with_local
 from passes.costs.saved import formula, saved_activations
 
@@ -154,7 +154,7 @@ def _given(captured: Capture, graph: BlockGraph, batch: BatchPlan | None) -> tup
         )
         target = captured.draws[node.name].target if kind == "draw" else ""
         layout = batch.layouts.get(node.name) if batch else None
-        copied = isinstance(layout, Layout) and (layout.dim, layout.outer) != (0, 1)
+        copied = isinstance(layout, BatchLayout) and (layout.dim, layout.outer) != (0, 1)
         reads = {n.name for name in inner for n in captured.nodes[name].all_input_nodes} if kind == "whole" else set()
         placeholders = (n for n in reads if captured.nodes[n].op == "placeholder")
         made_from = tuple(n for n in placeholders if captured.nodes[n].meta["kind"] not in STATE_KINDS)

@@ -45,7 +45,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Made:
+class MadeGradient:
     """A gradient: its storage, whether it is a view of it, and whether its numbers lie in a row."""
 
     storage: int
@@ -67,7 +67,7 @@ class CallTrace:
     made: tuple[Line, ...]
     outputs: tuple[int, ...]
     tangents: tuple[int | None, ...]
-    gradients: Mapping[int, Made]
+    gradients: Mapping[int, MadeGradient]
 
     @property
     def kept(self) -> frozenset[int]:
@@ -159,13 +159,13 @@ def _run(call: Call, autocast: Autocast, batch_size: int, device: torch.device) 
         start = len(kernels.kernels)
         numbers = iter([kernels.number(tangent) for tangent in tangents])
         of_outputs = tuple([next(numbers) if o.requires_grad else None for o in outputs])
-        gradients: dict[int, Made] = {}
+        gradients: dict[int, MadeGradient] = {}
         if sources and wanted:
             found = torch.autograd.grad(sources, [t for _, t in wanted], tangents, allow_unused=True)
             for (index, _), gradient in zip(wanted, found, strict=True):
                 if gradient is not None:
                     view = kernels.views.get(id(gradient), True)
-                    gradients[index] = Made(kernels.number(gradient), view, gradient.is_contiguous())
+                    gradients[index] = MadeGradient(kernels.number(gradient), view, gradient.is_contiguous())
     done = tuple(kernels.kernels)
     return CallTrace(done[:forward], done[start:], kernels.first, (), shown, of_outputs, gradients), kernels.bytes
 

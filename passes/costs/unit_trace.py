@@ -18,7 +18,7 @@ from torch import fx
 
 from fxpipe.capture.reach import reached
 from fxpipe.capture.sizes import concrete
-from passes.costs.call_trace import CallTrace, Kernel, Line, Made
+from passes.costs.call_trace import CallTrace, Kernel, Line, MadeGradient
 from passes.costs.operations import Operations, Place
 
 Owner = Literal["new", "argument", "state"]
@@ -77,7 +77,7 @@ class Tracer:
         self._storages: dict[fx.Node, list[int]] = {}  # by the numbers of a call's own trace
         self._origins: list[str] = []  # of every kernel of the forward
         self._runs: list[int | None] = []  # of every kernel of the backward
-        self._gradients: dict[Place, Made] = {}
+        self._gradients: dict[Place, MadeGradient] = {}
 
     def trace(self) -> UnitTrace:
         for node in self._nodes:
@@ -136,7 +136,7 @@ class Tracer:
             if self._facts(node).requires_grad:
                 tangent = unit.new((0, 0), "argument")
                 unit.argument[tangent] = f"grad of {name}"
-                self._gradients[self._key(node, 0)] = Made(tangent, False, True)
+                self._gradients[self._key(node, 0)] = MadeGradient(tangent, False, True)
 
     def _key(self, node: fx.Node, item: int) -> Place:
         """A tensor by the node of this unit that makes it."""
@@ -161,7 +161,7 @@ class Tracer:
         for operand, made in trace.gradients.items():
             argument, item = facts.operands[operand]
             if self._facts(argument).requires_grad:
-                found = Made(number[made.storage], made.view, made.contiguous)
+                found = MadeGradient(number[made.storage], made.view, made.contiguous)
                 self._accumulate(self._key(argument, item), found)
 
     def _zeros(self, trace: CallTrace, tangent: int) -> int:
@@ -169,12 +169,12 @@ class Tracer:
         self._emit(Kernel((), (storage,)))
         return storage
 
-    def _accumulate(self, key: Place, made: Made) -> None:
+    def _accumulate(self, key: Place, made: MadeGradient) -> None:
         known = self._gradients.get(key)
         if known is not None:
             total = self.unit.new(self._facts(key[0]).lines[key[1]])
             self._emit(Kernel((known.storage, made.storage), (total,)))
-            made = Made(total, False, True)
+            made = MadeGradient(total, False, True)
         self._gradients[key] = made
 
     def _emit(self, kernel: Kernel, run: int | None = None) -> None:

@@ -28,7 +28,7 @@ from fxpipe.plan.schedule import Schedule
 from passes.lowering.frozen import FrozenWork
 from passes.lowering.layout import (
     Exchanged,
-    Layout,
+    UnitLayout,
     closing,
     later_turns,
     own_parameters,
@@ -38,7 +38,7 @@ from passes.lowering.layout import (
 )
 from passes.lowering.moments import by_arrival, moments
 from passes.lowering.program_writer import ProgramWriter
-from passes.lowering.rank_writer import Mail, RankWriter, sorted_mail
+from passes.lowering.rank_writer import RankMail, RankWriter, sorted_mail
 from passes.lowering.step_graphs import StepGraphs
 from passes.step_ops.exchange import TiedGradient
 from passes.step_ops.messages import Routes
@@ -99,12 +99,12 @@ def lower_form(
 
 def _layout(
     step: StepGraphs, schedule: Schedule, form: Form, following: Schedule | None, planned: Schedule | None
-) -> Layout:
+) -> UnitLayout:
     """Who trains what: where frozen work is done in the step before, components are no units of this one."""
     units = {key: unit for key, unit in step.units.items() if form == "step" or key[0] == "F"}
     if form == "prologue":
         schedule = following or _in_turn(step)
-    return Layout(units, step.border, schedule, step.sizes, step.capture.result.name, planned or schedule)
+    return UnitLayout(units, step.border, schedule, step.sizes, step.capture.result.name, planned or schedule)
 
 
 def _in_turn(step: StepGraphs) -> Schedule:
@@ -123,8 +123,8 @@ class _Form:
     what the stages of `whole` read."""
 
     step: StepGraphs
-    layout: Layout
-    whole: Layout
+    layout: UnitLayout
+    whole: UnitLayout
     schedule: Schedule
     form: Form
     gone: frozenset[int] = frozenset()
@@ -186,7 +186,7 @@ class _Form:
             messages.append(Message(len(messages), rank, dst, None, name, -1, kind, tuple(like.shape), like.dtype))
         return tuple(messages)
 
-    def _program(self, rank: int, mail: Mail, exchanged: Exchanged, frozen: FrozenWork | None) -> RankProgram:
+    def _program(self, rank: int, mail: RankMail, exchanged: Exchanged, frozen: FrozenWork | None) -> RankProgram:
         step, actions = self.step, self.schedule.ranks[rank]
         units = {(a.kind, a.stage) for a in actions if a.kind in "FT" and not a.is_piece}
         inputs = step.inputs_for({name for key in units for name in step.unit(key).reads})

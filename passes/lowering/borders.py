@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fxpipe.capture import Capture
 from fxpipe.capture.sizes import concrete
 from passes.costs.gradient_flow import GradientFlow
-from passes.lowering.units import Unit, Value, state_name
+from passes.lowering.units import CapturedUnit, Value, state_name
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Border:
     all parameters, buffers and constants by name.
     """
 
-    unit: Unit
+    unit: CapturedUnit
     batch_size: int
     reads: tuple[Value, ...]
     returns: tuple[Value, ...]
@@ -44,7 +44,7 @@ class Border:
         return bool(self.input_grads) and bool(self.weight_grads)
 
 
-def border(capture: Capture, flow: GradientFlow, unit: Unit, batch_size: int) -> Border:
+def border(capture: Capture, flow: GradientFlow, unit: CapturedUnit, batch_size: int) -> Border:
     """Of a unit at so many samples. Without a value to hand on that requires grad, none is asked for."""
     reads, returns = (_values(capture, flow, names, batch_size) for names in (unit.reads, unit.returns))
     gradients = [value.name for value in returns if value.requires_grad]

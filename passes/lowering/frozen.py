@@ -20,7 +20,7 @@ from fxpipe.plan.actions import Action
 from fxpipe.plan.plan import microbatch_samples
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.schedule import Schedule
-from passes.batch.layout import Layout
+from passes.batch.layout import BatchLayout
 from passes.lowering.rank_writer import RankWriter, WholeBatch, carried_name, shape_only
 from passes.lowering.step_graphs import Key, StepGraphs
 from passes.lowering.units import Value
@@ -135,7 +135,7 @@ class FrozenWriter:
         joined.meta["val"] = self._shape(name, stop - start)
         return joined
 
-    def _part(self, segment: _Segment, start: int, stop: int, where: Layout, name: str) -> fx.Node:
+    def _part(self, segment: _Segment, start: int, stop: int, where: BatchLayout, name: str) -> fx.Node:
         node = self._node(segment)
         if (start, stop) == (segment.start, segment.stop):
             return node

@@ -14,7 +14,7 @@ import torch
 from fxpipe.plan.rank_program import Gathering, Reduction
 from fxpipe.plan.schedule import Schedule
 from passes.lowering.borders import Border
-from passes.lowering.units import Unit, Value
+from passes.lowering.units import CapturedUnit, Value
 from passes.step_ops.exchange import TiedGradient, closing_sends
 from passes.step_ops.turns import RankTurns, Turn
 
@@ -22,14 +22,14 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Layout:
+class UnitLayout:
     """What is lowered: units, ("F", stage) or ("T", component), what each reads and gives, and who runs them.
 
     `border_at` tells it of a unit at a number of samples. Replicas that sum gradients of every micro-batch are those of
     a whole batch's order, `planned`, also where one has no samples.
     """
 
-    units: Mapping[Key, Unit]
+    units: Mapping[Key, CapturedUnit]
     border_at: Callable[[Key, int], Border]
     schedule: Schedule
     sizes: tuple[int, ...]
@@ -42,7 +42,7 @@ class Layout:
         """The order whose replicas sum gradients."""
         return self.planned if self.planned.is_scattered else self.schedule
 
-    def without(self, stages: Collection[int]) -> "Layout":
+    def without(self, stages: Collection[int]) -> "UnitLayout":
         """The layout without some stages; what they return is zeros to the others."""
         gone = {("F", stage) for stage in stages}
         zeros = {name: key for key in gone & self.units.keys() for name in self.units[key].returns}
@@ -105,7 +105,7 @@ def plan_gatherings(
 
 
 def plan_reductions(
-    layout: Layout, own: Mapping[int, Mapping[str, int]], first_edge: int, of: Mapping[str, int], gathered: bool
+    layout: UnitLayout, own: Mapping[int, Mapping[str, int]], first_edge: int, of: Mapping[str, int], gathered: bool
 ) -> tuple[Reduction, ...]:
     """One per stage with replicas: the gradients of its `own_parameters`; where these have owners, by name, which then
     tell the others their values unless these are `gathered`."""
@@ -126,7 +126,7 @@ def later_turns(reductions: Sequence[Reduction], schedule: Schedule, edge: int) 
             yield replace(firsts[stage], edge=next(edges), values_edge=-1, turn=turn)
 
 
-def own_parameters(layout: Layout, alone: bool) -> dict[int, dict[str, int]]:
+def own_parameters(layout: UnitLayout, alone: bool) -> dict[int, dict[str, int]]:
     """Bytes, by stage with replicas, of the trained parameters whose gradients these sum: no other stage holds them,
     or, unless it is to be `alone`, others read them on the same ranks and give none."""
     holders: dict[str, set[int]] = {}
@@ -153,7 +153,7 @@ def own_parameters(layout: Layout, alone: bool) -> dict[int, dict[str, int]]:
     return found
 
 
-def tied_gradients(layout: Layout, whole: Layout, reduced: Collection[str]) -> list[TiedGradient]:
+def tied_gradients(layout: UnitLayout, whole: UnitLayout, reduced: Collection[str]) -> list[TiedGradient]:
     """Trained parameters that more than one rank holds, unless they are reduced with their stage.
 
     Those hold them, too, that read them in stages of the `whole` step which this one leaves out.
@@ -178,7 +178,7 @@ def tied_gradients(layout: Layout, whole: Layout, reduced: Collection[str]) -> l
     ]
 
 
-def closing(layout: Layout, tied: Sequence[TiedGradient]) -> Iterator[tuple[int, int, str, str]]:
+def closing(layout: UnitLayout, tied: Sequence[TiedGradient]) -> Iterator[tuple[int, int, str, str]]:
     """(source, destination, value, kind), every one after those that it waits for."""
     for src, dst, gradient in closing_sends(tied, layout.loss_ranks, len(layout.schedule.ranks)):
         yield (src, dst, layout.loss, "loss") if gradient is None else (src, dst, gradient.name, "gradient")

@@ -18,7 +18,7 @@ from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.execution import execution_order
 from fxpipe.plan.rank_program import Message, Reduction
 from fxpipe.plan.schedule import Schedule
-from passes.lowering.layout import Exchanged, Layout, closing
+from passes.lowering.layout import Exchanged, UnitLayout, closing
 from passes.step_ops.sharding import sums_in_turn
 from passes.step_ops.turns import RankTurns
 
@@ -27,7 +27,7 @@ Moments = Mapping[tuple[int, int], int]
 
 
 def moments(
-    schedule: Schedule, work: Work, layout: Layout, messages: Sequence[Message], exchanged: Exchanged
+    schedule: Schedule, work: Work, layout: UnitLayout, messages: Sequence[Message], exchanged: Exchanged
 ) -> Moments:
     """When every message is sent, and every rank starts a reduction or to gather parameters.
 

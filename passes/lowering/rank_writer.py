@@ -18,14 +18,14 @@ from fxpipe.plan import ops
 from fxpipe.plan.actions import Action
 from fxpipe.plan.plan import microbatch_samples
 from fxpipe.plan.rank_program import Message
-from passes.lowering.layout import Layout
+from passes.lowering.layout import UnitLayout
 from passes.lowering.step_graphs import WHOLE_BATCH, StepGraphs
 from passes.lowering.units import Value
 from passes.step_ops.exchange import MessageWriter, Use
 
 
 @dataclass(frozen=True)
-class Mail:
+class RankMail:
     """The messages that come to a rank and those that it sends, each in the order of all messages."""
 
     incoming: Sequence[Message]
@@ -40,14 +40,14 @@ class Mail:
         return table
 
 
-def sorted_mail(messages: Iterable[Message], ranks: Iterable[int]) -> dict[int, Mail]:
+def sorted_mail(messages: Iterable[Message], ranks: Iterable[int]) -> dict[int, RankMail]:
     """The mail of these ranks."""
     incoming: dict[int, list[Message]] = {rank: [] for rank in ranks}
     outgoing: dict[int, list[Message]] = {rank: [] for rank in incoming}
     for message in messages:
         incoming.get(message.dst, []).append(message)
         outgoing.get(message.src, []).append(message)
-    return {rank: Mail(incoming[rank], outgoing[rank]) for rank in incoming}
+    return {rank: RankMail(incoming[rank], outgoing[rank]) for rank in incoming}
 
 
 class RankWriter(MessageWriter[Message, fx.Node]):
@@ -62,9 +62,9 @@ class RankWriter(MessageWriter[Message, fx.Node]):
     def __init__(
         self,
         rank: int,
-        layout: Layout,
+        layout: UnitLayout,
         step: StepGraphs,
-        mail: Mail,
+        mail: RankMail,
         inputs: Sequence[str],
         next_inputs: Sequence[str] | None = None,
         carried: Mapping[tuple[str, int], Value] | None = None,

@@ -19,7 +19,7 @@ from fxpipe.plan.state_update import StateUpdate
 from passes.costs.gradient_flow import GradientFlow
 from passes.lowering.borders import border
 from passes.lowering.stage_graphs import trace_stage
-from passes.lowering.units import Unit, state_name
+from passes.lowering.units import CapturedUnit, state_name
 
 
 def state_updates(capture: Capture, device: torch.device) -> tuple[StateUpdate, ...]:
@@ -44,7 +44,7 @@ def _lowered(of: Capture, update: Update, device: torch.device) -> StateUpdate:
     state = tuple(node.name for node in placeholders if node.name not in reads)
     nodes = tuple(node.name for node in of.graph.nodes if node.op == "call_function")
     (output,) = of.graph.find_nodes(op="output")
-    unit = Unit("update", nodes, reads, state, (cast(fx.Node, output.args[0]).name,))
+    unit = CapturedUnit("update", nodes, reads, state, (cast(fx.Node, output.args[0]).name,))
     found = border(of, GradientFlow({}, frozenset()), unit, of.inputs.batch_size)
     graph = trace_stage(of, found, device).forward
     (output,) = graph.find_nodes(op="output")

@@ -23,7 +23,7 @@ from fxpipe.plan.block_graph import BlockGraph
 from fxpipe.plan.outputs import Output
 from fxpipe.plan.staged import Staged
 from passes.batch import BatchPlan
-from passes.batch.layout import Layout, State
+from passes.batch.layout import BatchLayout, State
 from passes.costs.frozen_layers import LayerValue, layer_values
 from passes.costs.gradient_flow import GradientFlow
 from passes.costs.local import STATE_KINDS
@@ -32,7 +32,7 @@ from passes.lowering.borders import Border, border
 from passes.lowering.joint import Recompute, StageGraphs
 from passes.lowering.stage_graphs import trace_stage
 from passes.lowering.state_updates import held_whole
-from passes.lowering.units import Unit, Value, make_units, state_name, whole_batch_unit
+from passes.lowering.units import CapturedUnit, Value, make_units, state_name, whole_batch_unit
 from passes.step_ops.sharding import owners
 from passes.step_ops.units import Units
 
@@ -134,13 +134,13 @@ class StepGraphs:
         return Value(loss.name, (), loss.meta["val"].dtype, False)
 
     @cached_property
-    def units(self) -> Mapping[Key, Unit]:
+    def units(self) -> Mapping[Key, CapturedUnit]:
         """Stages that are not empty, and components."""
         components = {("T", i): (f"frozen_{i}", c.nodes) for i, c in enumerate(self.graph.components)}
         return self._units({**components, **self._stages})
 
     @cached_property
-    def layer_units(self) -> Mapping[Key, Unit]:
+    def layer_units(self) -> Mapping[Key, CapturedUnit]:
         """The layers of components, numbered through."""
         flat = [nodes for of_component in self.layers for nodes in of_component]
         groups = {("L", i): (f"frozen_{i}", nodes) for i, nodes in enumerate(flat)}
@@ -161,18 +161,18 @@ class StepGraphs:
         nodes = {s: [name for b in blocks for name in self.graph.blocks[b].nodes] for s, blocks in stages.items()}
         return {("F", s): (f"stage_{s}", names) for s, names in nodes.items() if names}
 
-    def _units(self, groups: Mapping[Key, tuple[str, Sequence[str]]]) -> Mapping[Key, Unit]:
+    def _units(self, groups: Mapping[Key, tuple[str, Sequence[str]]]) -> Mapping[Key, CapturedUnit]:
         made = make_units(self.capture, groups.values(), self.graph.local, self.batch.whole_batch)
         return dict(zip(groups, made, strict=True))
 
     @cached_property
-    def whole_batch(self) -> Unit | None:
+    def whole_batch(self) -> CapturedUnit | None:
         """What computes values once for the whole batch, where some unit reads such."""
         reads = {name for unit in (*self.units.values(), *self.layer_units.values()) for name in unit.reads}
         wanted = [name for name in self.batch.whole_batch if name in reads]
         return whole_batch_unit(self.capture, wanted, self.graph.local) if wanted else None
 
-    def unit(self, key: Key) -> Unit:
+    def unit(self, key: Key) -> CapturedUnit:
         if key == WHOLE_BATCH:
             assert self.whole_batch is not None, "nothing is computed for the whole batch"
             return self.whole_batch
@@ -235,7 +235,7 @@ class StepGraphs:
             wanted.update(whole.reads)
         return [n.name for n in self._placeholders if n.meta["kind"] == "input" and n.name in wanted]
 
-    def samples(self, name: str) -> Layout | None:
+    def samples(self, name: str) -> BatchLayout | None:
         """Where the samples of a whole-batch value lie; None where all share it."""
         layout = self.batch.layouts[name]
         assert not isinstance(layout, tuple), f"{name} is a single value"

@@ -20,7 +20,7 @@ from passes.costs.local import STATE_KINDS, with_local
 
 
 @dataclass(frozen=True)
-class Unit:
+class CapturedUnit:
     """One piece of the capture.
 
     `reads` are the names of the values that come in with each micro-batch (model inputs, draws, whole-batch values and
@@ -51,7 +51,7 @@ class Value:
 
 def make_units(
     capture: Capture, groups: Iterable[tuple[str, Collection[str]]], local: Collection[str], whole: Collection[str]
-) -> tuple[Unit, ...]:
+) -> tuple[CapturedUnit, ...]:
     """The unit of every named group of nodes.
 
     Args:
@@ -72,7 +72,9 @@ def make_units(
     return tuple(units)
 
 
-def _draft(capture: Capture, name: str, own: Collection[str], local: Collection[str], whole: Collection[str]) -> Unit:
+def _draft(
+    capture: Capture, name: str, own: Collection[str], local: Collection[str], whole: Collection[str]
+) -> CapturedUnit:
     """A unit with the local nodes it recomputes and what it reads from outside; what it returns is still open."""
     ordered = with_local(capture, own, local, whole)
     made, reads, state = set(ordered), set[str](), set[str]()
@@ -81,7 +83,7 @@ def _draft(capture: Capture, name: str, own: Collection[str], local: Collection[
             is_state = argument.op == "placeholder" and argument.meta["kind"] in STATE_KINDS
             (state if is_state else reads).add(argument.name)
     read, states = (tuple(sorted(names, key=capture.places.__getitem__)) for names in (reads, state))
-    return Unit(name, tuple(ordered), read, states, ())
+    return CapturedUnit(name, tuple(ordered), read, states, ())
 
 
 def state_name(capture: Capture, placeholder: str) -> str:
@@ -91,7 +93,7 @@ def state_name(capture: Capture, placeholder: str) -> str:
 
 def run_unit(
     capture: Capture,
-    unit: Unit,
+    unit: CapturedUnit,
     batch_size: int,
     device: torch.device,
     state: Sequence[torch.Tensor],
@@ -156,6 +158,6 @@ def _placer(env: dict[fx.Node, Any], batch_size: int, device: torch.device) -> C
     return lambda arguments: fx.node.map_aggregate(arguments, leaf)
 
 
-def whole_batch_unit(capture: Capture, wanted: Sequence[str], local: Collection[str]) -> Unit:
+def whole_batch_unit(capture: Capture, wanted: Sequence[str], local: Collection[str]) -> CapturedUnit:
     """The unit that computes `wanted` once on the whole batch, from inputs, draws and buffers."""
     return replace(_draft(capture, "whole_batch", wanted, local, ()), returns=tuple(wanted))

@@ -29,7 +29,7 @@ from fxpipe.errors import CompileError
 from passes.operations import operation_name
 from passes.rows.follow import Note, Walk, placed, row_placeholders
 from passes.rows.how import Found, Same
-from passes.rows.layout import NeedRows, Place, Result, RowCall, Rows, Slot, Units
+from passes.rows.layout import NeedRows, Place, Result, RowCall, Rows, RowUnits, Slot
 from passes.rows.sized import Sized, at_batch_size, plain_like
 
 
@@ -41,7 +41,7 @@ class RowPlan:
     """
 
     sized: Sized
-    units: Units
+    units: RowUnits
     states: Mapping[str, Result]
     found: Mapping[str, Found]
     calls: Mapping[str, RowCall]
@@ -113,7 +113,7 @@ def analyse(
         CompileError: an input is not there or has no such dimension; or the graph draws random numbers.
     """
     sized = sized or at_batch_size(capture, batch_size)
-    units, coarsest = (other.units, other.coarsest) if other else (Units(_num_rows(sized, rows)), None)
+    units, coarsest = (other.units, other.coarsest) if other else (RowUnits(_num_rows(sized, rows)), None)
     _refuse_unsafe(sized)
     while True:
         walk = Walk(units)
@@ -121,7 +121,7 @@ def analyse(
             walk.run(sized, row_placeholders(sized, rows, units))
         except NeedRows as need:
             assert walk.at is not None
-            units = Units(units.rows, units.each * need.times)
+            units = RowUnits(units.rows, units.each * need.times)
             coarsest = f"module {walk.at.meta.get('path') or '(the model itself)'}: {walk.at.name}, {need.why}"
         else:
             states = {node.name: state for node, state in walk.states.items()}

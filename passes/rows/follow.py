@@ -13,7 +13,7 @@ from torch import fx
 from fxpipe.errors import CompileError
 from passes.operations import is_pointwise, operation_name
 from passes.rows.how import Found, Same, Whole
-from passes.rows.layout import NeedRows, NoRule, Part, Place, Result, RowCall, Rows, Units
+from passes.rows.layout import NeedRows, NoRule, Part, Place, Result, RowCall, Rows, RowUnits
 from passes.rows.rules import pointwise
 from passes.rows.sized import Sized
 from passes.rows.table import RULES
@@ -40,7 +40,7 @@ class Note:
 class Walk:
     """One walk with units of one size; `states`, `found` and `calls` grow."""
 
-    units: Units
+    units: RowUnits
     states: dict[fx.Node, Result] = field(default_factory=dict)
     found: dict[fx.Node, Found] = field(default_factory=dict)
     calls: dict[fx.Node, RowCall] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Walk:
         except NoRule as why:
             return self._gathered(call, str(why))
         except NeedRows as need:
-            if Units(self.units.rows, self.units.each * need.times).count > 1:
+            if RowUnits(self.units.rows, self.units.each * need.times).count > 1:
                 raise
             return self._gathered(call, f"{need.why}: one unit would have all rows")
 
@@ -114,12 +114,12 @@ def _share(call: RowCall) -> Rows | None:
     return Rows(state.dim, (Part("rows", inner, 1, short),)) if 0 <= short < inner else None
 
 
-def _fits(state: Rows, value: torch.Tensor, units: Units) -> bool:
+def _fits(state: Rows, value: torch.Tensor, units: RowUnits) -> bool:
     size = state.size(units.count) + sum(state.pad)
     return 0 <= state.dim < value.ndim and value.shape[state.dim] == size
 
 
-def row_placeholders(sized: Sized, rows: Mapping[str, int], units: Units) -> dict[str, Rows]:
+def row_placeholders(sized: Sized, rows: Mapping[str, int], units: RowUnits) -> dict[str, Rows]:
     """Where the rows lie in the inputs that have some; `rows`: their row dimensions by input name."""
     places: dict[str, Rows] = {}
     for node in sized.graph.find_nodes(op="placeholder"):

@@ -21,7 +21,7 @@ Slot = tuple[str, int | None]
 
 
 @dataclass(frozen=True)
-class Units:
+class RowUnits:
     """The `rows` entries of the sample's row dimension as units of `each`; the last one may be short."""
 
     rows: int
@@ -127,7 +127,7 @@ class RowCall(BoundCall):
     """A call, and where the rows lie in each operand."""
 
     states: Mapping[fx.Node, Result]
-    units: Units
+    units: RowUnits
 
     @cached_property
     def operands(self) -> dict[Slot, fx.Node]:

@@ -9,7 +9,7 @@ import math
 
 from passes.operations import dimension
 from passes.rows.how import CutRows, Found, Joined, Same, Split, Written
-from passes.rows.layout import NeedRows, NoRule, Part, Place, RowCall, Rows, Slot, Units, shape_of
+from passes.rows.layout import NeedRows, NoRule, Part, Place, RowCall, Rows, RowUnits, Slot, shape_of
 from passes.rows.rules import aligned
 
 
@@ -72,7 +72,7 @@ def _strided(call: RowCall, state: Rows, start: int, step: int) -> Found:
     return Found(Rows(state.dim, (Part("rows", inner, 1, short),)), Same(changes))
 
 
-def within(state: Rows, start: int, stop: int, units: Units) -> Place:
+def within(state: Rows, start: int, stop: int, units: RowUnits) -> Place:
     """Entries [start, stop) of a dimension: None where none of them belongs to a row."""
     at, parts = 0, list[Part]()
     for part in state.parts:

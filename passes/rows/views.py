@@ -13,7 +13,7 @@ import torch
 
 from passes.operations import dimension
 from passes.rows.how import Found, Shaped
-from passes.rows.layout import NeedRows, NoRule, Part, RowCall, Rows, Units, shape_of
+from passes.rows.layout import NeedRows, NoRule, Part, RowCall, Rows, RowUnits, shape_of
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ def view(call: RowCall) -> Found:
     return Found(_viewed(state, old, new, call.units), Shaped(aten.reshape.default))
 
 
-def _viewed(state: Rows, old: tuple[int, ...], new: tuple[int, ...], units: Units) -> Rows:
+def _viewed(state: Rows, old: tuple[int, ...], new: tuple[int, ...], units: RowUnits) -> Rows:
     before, after = math.prod(old[: state.dim]), math.prod(old[state.dim + 1 :])
     for dim, size in enumerate(new):
         each, rest = divmod(size, old[state.dim])
@@ -46,7 +46,7 @@ def _viewed(state: Rows, old: tuple[int, ...], new: tuple[int, ...], units: Unit
         math.prod(new[dim + 1 :]) // math.gcd(part.inner * after, math.prod(new[dim + 1 :])) for dim in range(len(new))
     ]
     for factor in sorted({t for t in times if t > 1}):
-        larger = Units(units.rows, units.each * factor)
+        larger = RowUnits(units.rows, units.each * factor)
         size = part.size(units.count) // part.outer
         coarse = Part("rows", part.inner * factor, part.outer, larger.short(part.inner * factor, size))
         if larger.count > 1 and 0 <= coarse.short < coarse.inner and any(_splits(coarse, before, after, new, larger)):
@@ -59,7 +59,7 @@ def _times(part: Part, times: int) -> Part:
     return Part(part.kind, part.inner * times, part.outer, part.short * times)
 
 
-def _splits(part: Part, before: int, after: int, new: tuple[int, ...], units: Units) -> Iterator[Rows]:
+def _splits(part: Part, before: int, after: int, new: tuple[int, ...], units: RowUnits) -> Iterator[Rows]:
     """Dimensions of the new shape in which every unit is a run of whole entries."""
     lead, tail = before * part.outer, part.inner * after
     for dim, size in enumerate(new):

@@ -24,7 +24,7 @@ from passes.rows import RowPlan
 from passes.rows.how import Window
 from passes.rows.sized import plain_like
 from passes.sampling.lives import Lives
-from passes.sampling.patch_graph import Piece, patch_graph
+from passes.sampling.patch_graph import PatchPiece, patch_graph
 from passes.sampling.patches import Patch
 from passes.sampling.work import (
     PatchWork,
@@ -179,7 +179,7 @@ def _alike(plan: RowPlan, patch: Patch, form: PatchForm) -> Alike | None:
     units, names = _units(plan), tuple(names[0] for names in form.groups)
     operands = {operand for name in names for operand in plan.sized.nodes[name].all_input_nodes}
     reads = tuple(n.name for n in operands if n.op == "call_function" and n.name not in names)
-    piece = Piece(frozenset(names), frozenset(), reads, names, form.shared, has_inputs=True)
+    piece = PatchPiece(frozenset(names), frozenset(), reads, names, form.shared, has_inputs=True)
     graphs = [patch_graph(plan, _like(patch, size), piece) for size in units]
     one, two = ({node.name: node for node in graph.nodes if node.op == "call_function"} for graph in graphs)
     targets = [{name: node.target for name, node in nodes.items()} for nodes in (one, two)]

@@ -20,7 +20,7 @@ from torch import fx
 
 from fxpipe.plan import ops, row_ops
 from fxpipe.plan.rank_program import Message
-from fxpipe.plan.sample_program import Form, SampleProgram
+from fxpipe.plan.sample_program import SampleProgram, StepForm
 from passes.rows import RowPlan
 from passes.rows.layout import shape_of
 from passes.sampling import exchanges
@@ -69,13 +69,13 @@ class FormWriter:
         self.taken: list[str] = []
         self.carries: dict[str, fx.Node] = {}
 
-    def write(self, graph: fx.Graph) -> Form:
+    def write(self, graph: fx.Graph) -> StepForm:
         self._placeholders(graph)
         self.call(ops.begin, (self.transport, "predict"), "begin_predict")
         self._output(self.body(graph))
         _post_early(self.graph)
         self.graph.lint()
-        return Form(self.graph, tuple(self.taken), tuple(self.carries))
+        return StepForm(self.graph, tuple(self.taken), tuple(self.carries))
 
     def body(self, graph: fx.Graph) -> Any:
         """Everything between placeholders and output; what the output has."""

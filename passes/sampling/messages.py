@@ -67,7 +67,7 @@ def messages_of(patches: Sequence[Patch], graphs: Collection[fx.Graph]) -> list[
     return messages
 
 
-class Wires:
+class PlannedMessages:
     """Messages between ranks as they are planned, in the order of every channel."""
 
     def __init__(self) -> None:

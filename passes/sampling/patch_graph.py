@@ -49,7 +49,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Piece:
+class PatchPiece:
     """Of a patch's graph what one stage computes: `nodes`, and those of `early` that they need.
 
     `reads` are values of other stages, `returns` those that others read, in their order; the prediction is returned
@@ -67,7 +67,7 @@ class Piece:
 
 
 def patch_graph(
-    plan: RowPlan, patch: Patch, piece: Piece | None = None, shared: frozenset[str] = frozenset(),
+    plan: RowPlan, patch: Patch, piece: PatchPiece | None = None, shared: frozenset[str] = frozenset(),
     attended: Shared | None = None, exact: bool = False,
 ) -> fx.Graph:  # fmt: skip
     """The graph of one patch: placeholders as captured, inputs whole; it returns the whole prediction.
@@ -108,7 +108,7 @@ def patch_graph(
     return writer.graph
 
 
-def _return(writer: PatchWriter, sized: Sized, piece: Piece) -> None:
+def _return(writer: PatchWriter, sized: Sized, piece: PatchPiece) -> None:
     made = [writer.here[sized.nodes[name]] for name in piece.returns]
     if sized.result.name in piece.nodes:
         own = writer.here[sized.result]
@@ -116,17 +116,19 @@ def _return(writer: PatchWriter, sized: Sized, piece: Piece) -> None:
     writer.graph.output(tuple(made))
 
 
-def attention_piece(plan: RowPlan, name: str) -> Piece:
+def attention_piece(plan: RowPlan, name: str) -> PatchPiece:
     """One layer of attention alone."""
     operands = plan.sized.nodes[name].all_input_nodes
-    return Piece(frozenset([name]), frozenset(), tuple(n.name for n in operands if n.op == "call_function"), (name,))
+    return PatchPiece(
+        frozenset([name]), frozenset(), tuple(n.name for n in operands if n.op == "call_function"), (name,)
+    )
 
 
 def sum_graph(plan: RowPlan, patch: Patch, name: str, early: frozenset[str]) -> fx.Graph:
     """A patch's part of a sum over patches, of values of which it reads its own rows."""
     node = plan.sized.nodes[name]
     reads = tuple(operand.name for operand in node.all_input_nodes if operand.op == "call_function")
-    piece = Piece(frozenset([name]), early, tuple(read for read in reads if read not in early), (name,))
+    piece = PatchPiece(frozenset([name]), early, tuple(read for read in reads if read not in early), (name,))
     graph = patch_graph(plan, patch, piece)
     (output,) = graph.find_nodes(op="output")
     (exchange,) = (node for node in graph.nodes if "exchange" in node.meta)

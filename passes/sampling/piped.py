@@ -27,15 +27,15 @@ from fxpipe.remembered import remembered
 from passes.rows import RowPlan
 from passes.sampling.cells import Cell
 from passes.sampling.messages import Placed, messages_of
-from passes.sampling.patch_graph import Piece, patch_graph
+from passes.sampling.patch_graph import PatchPiece, patch_graph
 from passes.sampling.patches import Patch, held, patches_of
 from passes.sampling.shared import shared_values
-from passes.sampling.staged import PREDICTION, Sent, Staged, Turn
+from passes.sampling.staged import PREDICTION, PatchTurn, StagedMessages, StagedSamples
 from passes.sampling.stages import Stage
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Piped(Staged):
+class Piped(StagedSamples):
     """Stages through which patches follow each other, of every band alike. So many ranks after those of the groups are
     `watching`: the prediction is sent to them, too."""
 
@@ -46,11 +46,11 @@ class Piped(Staged):
     def patches(self, plan: RowPlan) -> list[Patch]:
         return [replace(one, owns=one.index % self.grid.turns == 0) for one in patches_of(plan, self.bounds)]
 
-    def patch_turns(self, group: int, place: int) -> list[Turn]:
+    def patch_turns(self, group: int, place: int) -> list[PatchTurn]:
         """What passes through the stages, patch by patch of a band."""
         count, runs = self.grid.turns, range(len(self.groups[group]))
         own = self.patches(self.plan(group, 0))[place * count : (place + 1) * count]
-        return [Turn(patch, run) for patch in own for run in runs]
+        return [PatchTurn(patch, run) for patch in own for run in runs]
 
     @cached_property
     def shared(self) -> frozenset[str]:
@@ -60,7 +60,7 @@ class Piped(Staged):
     def cut(self, size: int, stage: Stage, patch: Patch) -> fx.Graph:
         """The graph of a stage's part of a patch, which returns its own rows of the prediction."""
         returns = tuple(name for name in self.returned(stage, patch) if name != PREDICTION)
-        piece = Piece(stage.nodes, self.line.early, stage.reads, returns, self.shared, own_rows=True)
+        piece = PatchPiece(stage.nodes, self.line.early, stage.reads, returns, self.shared, own_rows=True)
         return patch_graph(self.plans[size], patch, piece)
 
     def graphs(self, group: int, column: int, place: int) -> list[fx.Graph]:
@@ -92,7 +92,7 @@ class Piped(Staged):
         return self._told[key]
 
 
-class FreshSent(Sent):
+class FreshSent(StagedMessages):
     """All messages of a fresh step. `left`: what later steps read of patches, as messages between these, each with that
     between ranks."""
 
@@ -100,7 +100,7 @@ class FreshSent(Sent):
         self.piped, self.left = piped, dict[tuple[int, Cell], Placed]()
         super().__init__(piped, places)
 
-    def tell(self, group: int, cell: Cell, turns: Sequence[Turn], ranks: Sequence[int]) -> None:
+    def tell(self, group: int, cell: Cell, turns: Sequence[PatchTurn], ranks: Sequence[int]) -> None:
         super().tell(group, cell, turns, ranks)
         if (count := self.piped.grid.turns) > 1:
             told = self.piped.told(group, cell.stage, turns[0].run, self.places[0])
@@ -108,17 +108,17 @@ class FreshSent(Sent):
             self.left[group, cell] = self.placed(left, cell.turn, ranks, count)
 
 
-class DisplacedSent(Sent):
+class DisplacedSent(StagedMessages):
     """All messages of a displaced step: of patches that follow each other, those that are beside each other tell."""
 
     def __init__(self, piped: Piped, places: Sequence[int]) -> None:
         self.piped = piped
         super().__init__(piped, places)
 
-    def turns(self, group: int, place: int) -> list[Turn]:
+    def turns(self, group: int, place: int) -> list[PatchTurn]:
         return self.piped.patch_turns(group, place)
 
-    def tell(self, group: int, cell: Cell, turns: Sequence[Turn], ranks: Sequence[int]) -> None:
+    def tell(self, group: int, cell: Cell, turns: Sequence[PatchTurn], ranks: Sequence[int]) -> None:
         count, told = self.piped.grid.turns, self.piped.told(group, cell.stage, turns[0].run, self.places[0])
         now = [message for message in told if message.src % count == turns[0].patch.index]
         self.within[group, cell] = self.placed(now, cell.turn, ranks, count)

@@ -18,7 +18,7 @@ from torch import fx
 from fxpipe.plan import displaced_ops, ops, row_ops
 from fxpipe.plan.displaced_ops import USABLE
 from fxpipe.plan.rank_program import Message
-from fxpipe.plan.sample_program import Form, Parts, SampleProgram
+from fxpipe.plan.sample_program import Parts, SampleProgram, StepForm
 from passes.rows import RowPlan
 from passes.rows.layout import Rows
 from passes.sampling.cells import Cell, CellWriter
@@ -29,8 +29,8 @@ from passes.sampling.patch_graph import sum_graph
 from passes.sampling.patches import Patch
 from passes.sampling.piped import DisplacedSent, FreshSent, Piped
 from passes.sampling.shared import require_rows
-from passes.sampling.staged import PREDICTION, Turn
-from passes.sampling.staged_rank import RankWriter
+from passes.sampling.staged import PREDICTION, PatchTurn
+from passes.sampling.staged_rank import StagedWriter
 
 BEGUN = "begun"
 """Under which every rank carries something, so that all know alike whether there was a step before."""
@@ -58,7 +58,7 @@ def piped_programs(
     return tuple(programs), {"displaced": tuple(displaced_sent.all), "fresh": tuple(fresh_sent.all)}
 
 
-class _Displaced(RankWriter):
+class _Displaced(StagedWriter):
     """The displaced form of one rank: it takes of the step before what it reads of patches behind its own."""
 
     def __init__(self, piped: Piped, rank: int, sent: DisplacedSent) -> None:
@@ -72,14 +72,14 @@ class _Displaced(RankWriter):
         assert self.carried is not None
         return self.call(ops.take, (self.carried, name), f"carried_{name}")
 
-    def add(self, cell: Cell, turn: Turn) -> CellWriter:
+    def add(self, cell: Cell, turn: PatchTurn) -> CellWriter:
         writer = super().add(cell, turn)
         if turn.patch.owns:
             self.shared[turn.run] |= {name: node for name, node in writer.made().items() if name in self.piped.shared}
         self.show(cell)
         return writer
 
-    def writer(self, cell: Cell, turn: Turn, graph: fx.Graph, values: dict[str, fx.Node]) -> CellWriter:
+    def writer(self, cell: Cell, turn: PatchTurn, graph: fx.Graph, values: dict[str, fx.Node]) -> CellWriter:
         piped, plan = self.piped, self.piped.plan(self.group, turn.run)
         given = plan, piped.patches(plan), turn.patch
         rest = self.of_rank(turn, ChainMap(values, self.shared[turn.run]))
@@ -93,7 +93,7 @@ class _Displaced(RankWriter):
         how |= {"turns": piped.grid.turns, "wires": [both for both in within if self.rank in both[1].channel]}
         return LatestWriter(*given, told, *rest, **how)
 
-    def form(self) -> Form:
+    def form(self) -> StepForm:
         """With the prediction in parts, as they come."""
         places, turns = range(self.piped.beside), range(self.piped.grid.turns)
         parts = [self.come(place, turn) for place in places for turn in turns]
@@ -102,24 +102,24 @@ class _Displaced(RankWriter):
             self.latest[USABLE] = self.call(displaced_ops.counted, args, USABLE)
         carries = {name: self.latest[name] for name in self.taken if name != BEGUN} | {BEGUN: self.begun}
         self.graph.output((parts, carries))
-        return Form(self.graph, tuple(self.taken), tuple(carries), _parts(self.piped))
+        return StepForm(self.graph, tuple(self.taken), tuple(carries), _parts(self.piped))
 
 
-class _Fresh(RankWriter):
+class _Fresh(StagedWriter):
     """The fresh form of one rank, which carries what is `wanted` of it."""
 
     def __init__(self, piped: Piped, rank: int, sent: FreshSent, wanted: Iterable[str]) -> None:
         super().__init__(piped, rank, sent)
         self.piped, self.left, self.wanted, self.carries = piped, sent.left, set(wanted), dict[str, fx.Node]()
 
-    def add(self, cell: Cell, turn: Turn) -> CellWriter:
+    def add(self, cell: Cell, turn: PatchTurn) -> CellWriter:
         writer = super().add(cell, turn)
         if len(self.piped.bounds) > 2:  # several patches
             self._keep(cell, turn, writer)
         self.show(cell)
         return writer
 
-    def form(self) -> Form:
+    def form(self) -> StepForm:
         """With the prediction whole."""
         piped, plan = self.piped, self.piped.plan(0, 0)
         state = plan.rows(plan.sized.result)
@@ -133,11 +133,11 @@ class _Fresh(RankWriter):
         if USABLE in self.wanted:
             self.carries[USABLE] = self.call(displaced_ops.uncounted, (result,), USABLE)
         self.graph.output((result, dict(self.carries)))
-        return Form(self.graph, (), tuple(self.carries))
+        return StepForm(self.graph, (), tuple(self.carries))
 
     # -- what a fresh step leaves to a displaced one
 
-    def _keep(self, cell: Cell, turn: Turn, writer: CellWriter) -> None:
+    def _keep(self, cell: Cell, turn: PatchTurn, writer: CellWriter) -> None:
         """Carry what is wanted of this rank's patches and of others', whose ranks tell it."""
         piped, ends, made = self.piped, (cell.stage.index, turn.run), writer.made()
         left = [both for both in self.left.get((self.group, cell), ()) if self.rank in both[1].channel]
@@ -178,7 +178,7 @@ class _Fresh(RankWriter):
         return self.call(torch.ops.aten.slice.Tensor, args, f"{value.name}_rows")
 
     def _own_values(
-        self, cell: Cell, turn: Turn, node: fx.Node, value: fx.Node, made: dict[str, fx.Node]
+        self, cell: Cell, turn: PatchTurn, node: fx.Node, value: fx.Node, made: dict[str, fx.Node]
     ) -> Iterable[tuple[str, Callable[[], fx.Node]]]:
         """What this rank's patches tell in one exchange but a gather, by the name it is kept under, and how it is made
         of its band's value."""
@@ -211,7 +211,7 @@ class _Fresh(RankWriter):
         return self.call(row_ops.moments, (cut, num_groups), name)
 
     def _part(
-        self, cell: Cell, turn: Turn, plan: RowPlan, patch: Patch, name: str, made: dict[str, fx.Node]
+        self, cell: Cell, turn: PatchTurn, plan: RowPlan, patch: Patch, name: str, made: dict[str, fx.Node]
     ) -> fx.Node:
         """A patch's part of a sum."""
         graph = sum_graph(plan, patch, name, self.piped.line.early)

@@ -25,8 +25,8 @@ from passes.rows import RowPlan
 from passes.sampling.attention import Shared
 from passes.sampling.cells import Cell, cells
 from passes.sampling.groups import Span
-from passes.sampling.messages import Placed, Wires, messages_of
-from passes.sampling.patch_graph import Piece, patch_graph
+from passes.sampling.messages import Placed, PlannedMessages, messages_of
+from passes.sampling.patch_graph import PatchPiece, patch_graph
 from passes.sampling.patches import Patch, held, patches_of
 from passes.sampling.stages import Stage, StageLine
 
@@ -34,7 +34,7 @@ PREDICTION = "prediction"
 
 
 @dataclass(frozen=True)
-class Turn:
+class PatchTurn:
     """What passes through the stages: a run of a group's samples, in a patch of its rows."""
 
     patch: Patch
@@ -42,7 +42,7 @@ class Turn:
 
 
 @dataclass(frozen=True, eq=False)
-class Staged:
+class StagedSamples:
     """Stages, and for every group of samples its runs. At every place of a column of the `grid` is a band of the rows,
     with as many of the patches between `bounds` as the others.
 
@@ -80,12 +80,12 @@ class Staged:
         """What each place has of the rows."""
         return patches_of(plan, self.bounds[:: self.grid.turns])
 
-    def turns(self, group: int, place: int) -> list[Turn]:
+    def turns(self, group: int, place: int) -> list[PatchTurn]:
         """What passes through the stages, where all rows of a band do at once."""
         band = self.bands(self.plan(group, 0))[place]
-        return [Turn(band, run) for run in range(len(self.groups[group]))]
+        return [PatchTurn(band, run) for run in range(len(self.groups[group]))]
 
-    def graph(self, group: int, stage: Stage, turn: Turn) -> fx.Graph:
+    def graph(self, group: int, stage: Stage, turn: PatchTurn) -> fx.Graph:
         """What a stage computes at a turn."""
         start, stop = self.groups[group][turn.run]
         return self.cut(stop - start, stage, turn.patch)
@@ -94,7 +94,7 @@ class Staged:
     def cut(self, size: int, stage: Stage, patch: Patch) -> fx.Graph:
         """The graph of a stage's part of a patch, of so many samples; made when it is first asked for."""
         plan = self.plans[size]
-        piece = Piece(stage.nodes, self.line.early, stage.reads, stage.returns)
+        piece = PatchPiece(stage.nodes, self.line.early, stage.reads, stage.returns)
         return patch_graph(plan, patch, piece, attended=Shared.of(plan, self.bands(plan), self.kinds), exact=True)
 
     def graphs(self, group: int, column: int, place: int) -> list[fx.Graph]:
@@ -127,7 +127,7 @@ class Staged:
         return [(self.grid.rank(group, column, place), kinds[column]) for column in columns]
 
 
-class Sent(Wires):
+class StagedMessages(PlannedMessages):
     """All messages of a step in which every place has a band of the rows, in the order of every channel, the groups'
     cells side by side; `microbatch` is the turn within the group.
 
@@ -135,7 +135,7 @@ class Sent(Wires):
     between ranks.
     """
 
-    def __init__(self, staged: Staged, places: Sequence[int]) -> None:
+    def __init__(self, staged: StagedSamples, places: Sequence[int]) -> None:
         """`places`: whose graphs tell what all exchange."""
         super().__init__()
         self.staged, self.places = staged, places
@@ -146,11 +146,11 @@ class Sent(Wires):
             for group, cell in ((group, cell) for group, cell in enumerate(side_by_side) if cell is not None):
                 self._add(group, cell, [of_place[cell.turn] for of_place in turns[group]])
 
-    def turns(self, group: int, place: int) -> list[Turn]:
+    def turns(self, group: int, place: int) -> list[PatchTurn]:
         """What passes through the stages at a place."""
         return self.staged.turns(group, place)
 
-    def _add(self, group: int, cell: Cell, turns: Sequence[Turn]) -> None:
+    def _add(self, group: int, cell: Cell, turns: Sequence[PatchTurn]) -> None:
         """Those of a cell at all its places."""
         staged, plan = self.staged, self.staged.plan(group, turns[0].run)
         ranks = [staged.grid.rank(group, cell.stage.column, place) for place in range(staged.beside)]
@@ -161,7 +161,7 @@ class Sent(Wires):
                 for dst, kind in staged.receivers(group, cell.stage, place, name):
                     self.add(ranks[place], dst, name, cell.turn, kind, staged.like(plan, turn.patch, name))
 
-    def tell(self, group: int, cell: Cell, turns: Sequence[Turn], ranks: Sequence[int]) -> None:
+    def tell(self, group: int, cell: Cell, turns: Sequence[PatchTurn], ranks: Sequence[int]) -> None:
         """Those within a cell."""
         graphs = [self.staged.graph(group, cell.stage, turns[place]) for place in self.places]
         told = messages_of([turn.patch for turn in turns], graphs)

@@ -12,29 +12,31 @@ from torch import fx
 
 from fxpipe.plan import ops
 from fxpipe.plan.rank_program import Message
-from fxpipe.plan.sample_program import Form, SampleProgram
+from fxpipe.plan.sample_program import SampleProgram, StepForm
 from passes.sampling.cells import Cell, CellWriter, cells
 from passes.sampling.fresh import CONSTANTS
-from passes.sampling.staged import PREDICTION, Sent, Staged, Turn
+from passes.sampling.staged import PREDICTION, PatchTurn, StagedMessages, StagedSamples
 
 
-def staged_programs(staged: Staged, ranks: Collection[int]) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
+def staged_programs(
+    staged: StagedSamples, ranks: Collection[int]
+) -> tuple[tuple[SampleProgram, ...], tuple[Message, ...]]:
     """The programs of these ranks, and all messages in the order of every channel."""
-    sent, programs = Sent(staged, sorted({rank % staged.beside for rank in ranks})), list[SampleProgram]()
+    sent, programs = StagedMessages(staged, sorted({rank % staged.beside for rank in ranks})), list[SampleProgram]()
     for rank in sorted(ranks):
-        writer = RankWriter(staged, rank, sent)
+        writer = StagedWriter(staged, rank, sent)
         forms = {"fresh": writer.write()}
         programs.append(SampleProgram(rank, forms, tuple(writer.given), writer.state))
     return tuple(programs), tuple(sent.all)
 
 
-class RankWriter:
+class StagedWriter:
     """One rank's program of a step as it grows, cell by cell; what a cell reads of others is of this step.
 
     Inputs and the model's tensors are there once for all cells, by name, and messages between cells.
     """
 
-    def __init__(self, staged: Staged, rank: int, sent: Sent, takes_carried: bool = False) -> None:
+    def __init__(self, staged: StagedSamples, rank: int, sent: StagedMessages, takes_carried: bool = False) -> None:
         self.staged, self.rank, self.sent, self.graph = staged, rank, sent, fx.Graph()
         self.group, self.column, self.place = staged.place(rank)
         self.turns, runs = sent.turns(self.group, self.place), staged.groups[self.group]
@@ -53,7 +55,7 @@ class RankWriter:
         self.begun = self.call(ops.begin, (self.transport, "predict"), "begin_predict")
         self.posted = {message.edge: self.post(message) for message in self.between if message.dst == rank}
 
-    def write(self) -> Form:
+    def write(self) -> StepForm:
         for cell in cells(self.staged.line, len(self.turns)):
             if cell.stage.column == self.column:
                 self.add(cell, self.turns[cell.turn])
@@ -61,7 +63,7 @@ class RankWriter:
         form.graph.lint()
         return form
 
-    def add(self, cell: Cell, turn: Turn) -> CellWriter:
+    def add(self, cell: Cell, turn: PatchTurn) -> CellWriter:
         """Write a cell, with what comes to it and goes from it."""
         values = self.values[cell.turn]
         self.read(cell, values)
@@ -73,19 +75,19 @@ class RankWriter:
         self.send(cell, returned)
         return writer
 
-    def writer(self, cell: Cell, turn: Turn, graph: fx.Graph, values: dict[str, fx.Node]) -> CellWriter:
+    def writer(self, cell: Cell, turn: PatchTurn, graph: fx.Graph, values: dict[str, fx.Node]) -> CellWriter:
         """Of a cell's graph, with these values of other stages."""
         plan, within = self.staged.plan(self.group, turn.run), self.sent.within.get((self.group, cell), [])
         return CellWriter(plan, self.staged.bands(plan), turn.patch, within, *self.of_rank(turn, values))
 
-    def of_rank(self, turn: Turn, values: Mapping[str, fx.Node]) -> tuple[Any, ...]:
+    def of_rank(self, turn: PatchTurn, values: Mapping[str, fx.Node]) -> tuple[Any, ...]:
         """What any cell's writer takes of the rank."""
         return self.staged.device, self.transport, partial(self.operand, turn.run), values, self.early[turn.run]
 
-    def form(self) -> Form:
+    def form(self) -> StepForm:
         """The step as it is now."""
         self.graph.output(self.joined(self.pieces(self.place), 0, self.staged.prediction()))
-        return Form(self.graph)
+        return StepForm(self.graph)
 
     def call(self, target: Any, args: tuple[Any, ...], name: str, like: torch.Tensor | None = None) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, name=name)

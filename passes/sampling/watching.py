@@ -11,7 +11,7 @@ from torch import fx
 
 from fxpipe.plan import ops
 from fxpipe.plan.rank_program import Message
-from fxpipe.plan.sample_program import Form, SampleProgram
+from fxpipe.plan.sample_program import SampleProgram, StepForm
 from passes.sampling.groups import Alone, result_of
 
 _PREDICTION = "prediction"
@@ -58,4 +58,4 @@ def _watching(message: Message, forms: Sequence[str], like: torch.Tensor, device
     prediction = graph.call_function(ops.wait, (posted,))
     prediction.meta["val"] = like
     graph.output(prediction)
-    return SampleProgram(message.dst, {name: Form(graph) for name in forms}, (), {})
+    return SampleProgram(message.dst, {name: StepForm(graph) for name in forms}, (), {})

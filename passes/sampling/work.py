@@ -24,7 +24,7 @@ from passes.sampling.attention import Shared
 from passes.sampling.exchanges import Exchange
 from passes.sampling.lives import Lives
 from passes.sampling.messages import sent_by
-from passes.sampling.patch_graph import Piece, patch_graph
+from passes.sampling.patch_graph import PatchPiece, patch_graph
 from passes.sampling.patches import Patch
 
 SecondsOf = Callable[[fx.Graph], Mapping[fx.Node, float]]
@@ -113,7 +113,7 @@ class PatchWork:
 
 def patch_work(
     plan: RowPlan, patch: Patch, tellers: Tellers, shared: frozenset[str], seconds_of: SecondsOf,
-    attended: Shared | None = None, piece: Piece | None = None,
+    attended: Shared | None = None, piece: PatchPiece | None = None,
 ) -> PatchWork:  # fmt: skip
     """The work of a patch; its values of no row are `shared` where it alone owns them."""
     graph = patch_graph(plan, patch, piece, shared, attended)

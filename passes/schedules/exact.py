@@ -10,7 +10,7 @@ the largest (end + what follows) is the makespan.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from passes.schedules.job_shop import JobShop, Orders, Run, run, within_limits
+from passes.schedules.job_shop import JobShop, JobStarts, Orders, run, within_limits
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def reorder(
     limit: float,
     seed: int = 0,
     bound_ticks: int = 0,
-    known: Run | None = None,
+    known: JobStarts | None = None,
 ) -> Solved:
     """Search the orders of `window` for `limit` deterministic seconds; the result depends on the arguments alone.
 
@@ -119,7 +119,9 @@ def _limit_memory(
         model.add_cumulative(boxes, demands, room)
 
 
-def _surroundings(shop: JobShop, window: frozenset[int], known: Run) -> tuple[dict[int, int], dict[int, int], int]:
+def _surroundings(
+    shop: JobShop, window: frozenset[int], known: JobStarts
+) -> tuple[dict[int, int], dict[int, int], int]:
     """Heads and tails of the window with everything else in its order, and the longest path that this leaves."""
     begin = min((known.start[i] for i in window), default=0)
     before = {i for i in known.visited if known.start[i] < begin}

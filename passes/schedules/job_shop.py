@@ -218,7 +218,7 @@ def _earlier(problem: Problem, one: Sequence[Action], j: int, split: frozenset[i
 
 
 @dataclass(frozen=True)
-class Run:
+class JobStarts:
     """Starts of all operations, and the operations in an order in which each comes after all that delay it."""
 
     ticks: int
@@ -226,7 +226,7 @@ class Run:
     visited: tuple[int, ...]
 
 
-def run(shop: JobShop, orders: Orders) -> Run:
+def run(shop: JobShop, orders: Orders) -> JobStarts:
     """Ranks keep their order and start as early as they can."""
     start = [-1] * len(shop)
     visited: list[int] = []
@@ -252,7 +252,7 @@ def run(shop: JobShop, orders: Orders) -> Run:
             break
     if len(visited) < len(shop):
         raise ScheduleError(f"the orders wait for each other: {len(shop) - len(visited)} actions never start")
-    return Run(max(free, default=0), tuple(start), tuple(visited))
+    return JobStarts(max(free, default=0), tuple(start), tuple(visited))
 
 
 def within_limits(shop: JobShop, orders: Orders) -> bool:

@@ -32,7 +32,7 @@ from passes.step_ops.messages import Routes
 from passes.step_ops.seconds import ActionSeconds
 from passes.step_ops.step import Step
 from passes.step_ops.units import Units
-from passes.step_ops.writer import RankWriter
+from passes.step_ops.writer import OpWriter
 
 __all__ = ["step_of", "step_ops"]
 
@@ -89,7 +89,7 @@ def _ranks(step: Step, closing: Closing) -> Iterator[list[Op]]:
         if rank in step.written:
             model = model_of.get(rank)
             found = copied(step, closing, done[model], model, rank) if model in done else None
-            done[rank] = found or RankWriter(step, closing, rank).write()
+            done[rank] = found or OpWriter(step, closing, rank).write()
         yield done.get(rank, [])
 
 

@@ -10,7 +10,7 @@ from fxpipe.plan.actions import Action
 from passes.step_ops.messages import PlannedMessage
 from passes.step_ops.rank_ops import RankOps
 from passes.step_ops.step import Step
-from passes.step_ops.whole_batch import WholeBatch
+from passes.step_ops.whole_batch import WholeBatchBuffers
 
 Segment = tuple[int, int, "int | PlannedMessage"]
 """Samples of a value on this rank, from and to before: a buffer, or a message still to be received."""
@@ -23,7 +23,7 @@ Receive = Callable[[PlannedMessage], int]
 class Pieces:
     """Writes one rank's pieces into its ops."""
 
-    def __init__(self, step: Step, rank: int, ops: RankOps, batch: WholeBatch) -> None:
+    def __init__(self, step: Step, rank: int, ops: RankOps, batch: WholeBatchBuffers) -> None:
         self._step, self._rank, self._ops, self._batch = step, rank, ops, batch
         self._segments: dict[str, list[Segment]] = {}
         for message in step.incoming[rank]:

@@ -14,7 +14,7 @@ from passes.step_ops.rank_ops import RankOps
 from passes.step_ops.step import Step
 
 
-class WholeBatch:
+class WholeBatchBuffers:
     """The buffers of whole-batch values; `reads` are those that the rank's units read."""
 
     def __init__(self, step: Step, ops: RankOps, reads: Collection[str]) -> None:

@@ -19,7 +19,7 @@ from passes.step_ops.pieces import Pieces
 from passes.step_ops.rank_ops import RankOps
 from passes.step_ops.step import Step
 from passes.step_ops.turns import RankTurns
-from passes.step_ops.whole_batch import WholeBatch
+from passes.step_ops.whole_batch import WholeBatchBuffers
 
 
 class Saved(NamedTuple):
@@ -37,7 +37,7 @@ class Reducing(NamedTuple):
     moved: int | None
 
 
-class RankWriter(MessageWriter[PlannedMessage, int]):
+class OpWriter(MessageWriter[PlannedMessage, int]):
     """Writes one rank."""
 
     def __init__(self, step: Step, closing: Closing, rank: int) -> None:
@@ -96,8 +96,10 @@ class RankWriter(MessageWriter[PlannedMessage, int]):
     def _given(self) -> None:
         """Inputs, and what frozen work has made in the step before."""
         self.ops.no_op()
-        self.batch = WholeBatch(self.step, self.ops, self._reads())
-        self.pieces = Pieces(self.step, self.rank, self.ops, WholeBatch(self.step, self.ops, self._reads_ahead()))
+        self.batch = WholeBatchBuffers(self.step, self.ops, self._reads())
+        self.pieces = Pieces(
+            self.step, self.rank, self.ops, WholeBatchBuffers(self.step, self.ops, self._reads_ahead())
+        )
         for name, microbatch in self.step.ahead.kept[self.rank]:
             size = self.step.units.edges[name].num_bytes(self.step.sizes[microbatch])
             self.values[name, microbatch] = self.ops.make("carried", size)

@@ -127,7 +127,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePlace:
     """Ranks that share stages, and what these hold. `flying` are numbers of micro-batches in flight, by stage."""
 
     ranks: tuple[int, ...]
@@ -164,7 +164,7 @@ def _is_saved(held: Held, run_of: dict[int, int]) -> bool:
     return into or any(block not in run_of for block in held.keepers)
 
 
-def places(case: Case, staged: Staged, schedule: Schedule, num_samples: int) -> list[Place]:
+def places(case: Case, staged: Staged, schedule: Schedule, num_samples: int) -> list[StagePlace]:
     """Of all ranks; for micro-batches of so many samples."""
     groups: list[set[int]] = []
     for ranks in map(set, staged.stage_ranks):
@@ -179,7 +179,7 @@ def places(case: Case, staged: Staged, schedule: Schedule, num_samples: int) -> 
             flying = {of for rank in group for of in numbers_in_flight(schedule.ranks[rank], stages)}
             blocks = tuple(staged.blocks(stage) for stage in stages)
             held = tuple(_held(case, blocks, [int(size) for size in sizes]))
-            found.append(Place(tuple(sorted(group)), blocks, held, seconds, tuple(sorted(flying))))
+            found.append(StagePlace(tuple(sorted(group)), blocks, held, seconds, tuple(sorted(flying))))
     return found
 
 
@@ -224,7 +224,9 @@ def _held(case: Case, blocks: Sequence[range], sizes: Sequence[int]) -> list[Hel
 # -- the program
 
 
-def _known_cheapest(place: Place, budget_bytes: int, always: tuple[Run, ...], effort: float) -> tuple[Run, ...] | None:
+def _known_cheapest(
+    place: StagePlace, budget_bytes: int, always: tuple[Run, ...], effort: float
+) -> tuple[Run, ...] | None:
     """The same as `cheapest`, solved once for all budgets from what its answer needs to that it was asked for."""
     known = _answers(replace(place, ranks=()), always, effort)
     for needed, asked, runs in known:
@@ -236,13 +238,15 @@ def _known_cheapest(place: Place, budget_bytes: int, always: tuple[Run, ...], ef
 
 
 @lru_cache(maxsize=256)
-def _answers(place: Place, always: tuple[Run, ...], effort: float) -> list[tuple[float, int, tuple[Run, ...] | None]]:
+def _answers(
+    place: StagePlace, always: tuple[Run, ...], effort: float
+) -> list[tuple[float, int, tuple[Run, ...] | None]]:
     """Of one problem: bytes that they need, budgets they were asked for, and runs."""
     return []
 
 
 def cheapest(
-    place: Place, budget_bytes: int, always: Sequence[Run] = (), effort: float = FINE
+    place: StagePlace, budget_bytes: int, always: Sequence[Run] = (), effort: float = FINE
 ) -> tuple[Run, ...] | None:
     """The runs of a place that take least time and fit, with the blocks of `always`; None where none do."""
     program = _Program("SAT", place, budget_bytes, always)
@@ -253,7 +257,7 @@ def cheapest(
     return program.runs if program.is_solved(f"num_workers: 1 {options}") else None
 
 
-def least_shares(place: Place, budget_bytes: int, always: Sequence[Run] = ()) -> dict[int, float] | None:
+def least_shares(place: StagePlace, budget_bytes: int, always: Sequence[Run] = ()) -> dict[int, float] | None:
     """How much of every block is computed again in the linear program: in all they take no more time than what
     `cheapest` finds. None where that finds none."""
     program = _Program("GLOP", place, budget_bytes, always)
@@ -264,7 +268,7 @@ class _Program:
     """Zeros and ones, for a solver of OR-tools by its name. For one that is linear they may be fractions: some 5 ms,
     where the whole program takes 100."""
 
-    def __init__(self, solver: str, place: Place, budget_bytes: int, always: Sequence[Run]) -> None:
+    def __init__(self, solver: str, place: StagePlace, budget_bytes: int, always: Sequence[Run]) -> None:
         from ortools.linear_solver import pywraplp  # where memory decides
 
         self.solver: Any = pywraplp.Solver.CreateSolver(solver)

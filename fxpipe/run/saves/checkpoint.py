@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.run.saves.parts import Part, part_name
+from fxpipe.run.saves.parts import SavedPart, part_name
 from fxpipe.run.saves.values import decode, tensor_keys
 
 
@@ -24,13 +24,13 @@ class Checkpoint:
     layout: Mapping[str, Any]
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SavedPart]:
         there = {path.name for path in self.folder.glob("rank-*-of-*.safetensors")}
         numbers = [re.fullmatch(r"rank-\d+-of-(\d+)\.safetensors", name) for name in sorted(there)]
         if not numbers or numbers[0] is None:
             raise RunError("no part is there")
         num_ranks = int(numbers[0][1])
-        parts = [Part(self.folder / part_name(rank, num_ranks)) for rank in range(num_ranks)]
+        parts = [SavedPart(self.folder / part_name(rank, num_ranks)) for rank in range(num_ranks)]
         missing = [part.path.name for part in parts if part.path.name not in there]
         if missing:
             raise RunError(f"{', '.join(missing)} missing")
@@ -39,12 +39,12 @@ class Checkpoint:
         return parts
 
     @cached_property
-    def by_key(self) -> dict[str, Part]:
+    def by_key(self) -> dict[str, SavedPart]:
         """Which part has a tensor; the first of those that do."""
         return {key: part for part in reversed(self.parts) for key in part.sums}
 
     @cached_property
-    def own(self) -> Part:
+    def own(self) -> SavedPart:
         """Whose values this rank takes: its own of the same layout, or the first's."""
         return self.parts[self.rank if self._same_layout else 0]
 

@@ -13,7 +13,7 @@ from fxpipe.errors import RunError
 from fxpipe.run.saves.checkpoint import Checkpoint
 from fxpipe.run.saves.folders import candidates
 from fxpipe.run.saves.restoring import prepare
-from fxpipe.run.saves.run import RandomState, Run, Stateful
+from fxpipe.run.saves.run import RandomState, Stateful, TrainingRun
 
 T = TypeVar("T")
 Everyones = Callable[[Any], list[Any]]
@@ -42,7 +42,7 @@ def load_checkpoint(
     Arguments, what is restored and errors are those of `engine.load`; the random state is torch's on the CPU.
     """
     sections = sections_of(scheduler, extra) | {"random": RandomState(torch.device("cpu"))}
-    return load(directory, Run(model, optimizer, sections), lambda mine: [mine])
+    return load(directory, TrainingRun(model, optimizer, sections), lambda mine: [mine])
 
 
 def sections_of(scheduler: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def sections_of(scheduler: Any, extra: Mapping[str, Any] | None) -> dict[str, An
     return named if scheduler is None else named | {"scheduler": scheduler}
 
 
-def load(directory: str | Path, run: Run, everyones: Everyones) -> Loaded:
+def load(directory: str | Path, run: TrainingRun, everyones: Everyones) -> Loaded:
     """Collective: restore a run from the newest whole checkpoint."""
     checkpoint = _newest(Path(directory), run, everyones)
     put_back = on_all(everyones, lambda: prepare(run, checkpoint), f"{checkpoint.folder} was not loaded")
@@ -73,7 +73,7 @@ def on_all(everyones: Everyones, make: Callable[[], T], what: str) -> T:
     return cast(T, made)
 
 
-def _newest(directory: Path, run: Run, everyones: Everyones) -> Checkpoint:
+def _newest(directory: Path, run: TrainingRun, everyones: Everyones) -> Checkpoint:
     said: list[str] = []
     found = on_all(everyones, lambda: candidates(directory) if run.rank == 0 else [], "nothing was loaded")
     for folder in everyones(found)[0]:

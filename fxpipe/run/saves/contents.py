@@ -14,12 +14,12 @@ import torch
 
 from fxpipe.run.saves.optimizers import optimizer_state
 from fxpipe.run.saves.parts import tensor_sum
-from fxpipe.run.saves.run import Run, Stateful, named_state, state_of
+from fxpipe.run.saves.run import Stateful, TrainingRun, named_state, state_of
 from fxpipe.run.saves.values import encode
 from fxpipe.run.saves.weight_names import WeightNames
 
 
-def contents(run: Run, trainable_only: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def contents(run: TrainingRun, trainable_only: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors that this rank writes, and what else its part says."""
     tensors: dict[str, torch.Tensor] = {}
     frozen = {}
@@ -36,7 +36,7 @@ def contents(run: Run, trainable_only: bool) -> tuple[dict[str, torch.Tensor], d
     return tensors, body
 
 
-def _sections(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _sections(run: TrainingRun, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     known = WeightNames(run.model, run.own)
     taken: set[str] = set()
 

@@ -19,7 +19,7 @@ from fxpipe.run.saves.base import NO_BASE, Base
 from fxpipe.run.saves.choice import Loaded, load, on_all, sections_of
 from fxpipe.run.saves.contents import contents
 from fxpipe.run.saves.parts import part_name, write_part
-from fxpipe.run.saves.run import Progress, RandomState, Run, Stateful
+from fxpipe.run.saves.run import Progress, RandomState, Stateful, TrainingRun
 from fxpipe.run.saves.writing import Writing, not_written
 
 
@@ -132,10 +132,12 @@ class EngineSaves(EngineBase):
     def _begin(self, directory: Path) -> Path:
         return folders.begin(directory, self.step_index) if self.rank == 0 else directory
 
-    def _run(self, optimizer: torch.optim.Optimizer | None, scheduler: Any, extra: Mapping[str, Any] | None) -> Run:
+    def _run(
+        self, optimizer: torch.optim.Optimizer | None, scheduler: Any, extra: Mapping[str, Any] | None
+    ) -> TrainingRun:
         others = {name: Progress(of) if isinstance(of, EngineSaves) else of for name, of in (extra or {}).items()}
         own = {"engine": Progress(self), "random": RandomState(self.device)}
-        return Run(
+        return TrainingRun(
             self._model, optimizer, own | sections_of(scheduler, others), self.rank, self._num_writers, self._owners,
             self.base,
         )  # fmt: skip

@@ -7,11 +7,11 @@ from torch import nn
 
 from fxpipe.errors import RunError
 from fxpipe.run.saves.checkpoint import Checkpoint
-from fxpipe.run.saves.run import Run, Stateful
+from fxpipe.run.saves.run import Stateful, TrainingRun
 from fxpipe.run.saves.values import decode, encode
 
 
-def _parameter_names(run: Run, optimizer: torch.optim.Optimizer) -> list[dict[str, nn.Parameter]]:
+def _parameter_names(run: TrainingRun, optimizer: torch.optim.Optimizer) -> list[dict[str, nn.Parameter]]:
     """Of every group, its parameters by name; what a rank that trains nothing gives its optimizer is left out."""
     names = {id(parameter): name for name, parameter in run.model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
@@ -24,7 +24,7 @@ def _parameter_names(run: Run, optimizer: torch.optim.Optimizer) -> list[dict[st
 
 
 def optimizer_state(
-    run: Run, called: str, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
+    run: TrainingRun, called: str, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Every group's options and parameters; the states of those that this rank writes, whose `tensors` are added."""
 
@@ -54,7 +54,9 @@ def optimizer_state(
     return {"type": type(optimizer).__name__, "groups": groups, "states": states}
 
 
-def saved_state(run: Run, called: str, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> dict[str, Any]:
+def saved_state(
+    run: TrainingRun, called: str, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
+) -> dict[str, Any]:
     """As `optimizer.load_state_dict` takes it: its options, and the state of those of its parameters that are here.
 
     Raises:

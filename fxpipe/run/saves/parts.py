@@ -59,7 +59,7 @@ def tensor_sum(tensor: torch.Tensor) -> list[Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SavedPart:
     """A part as it was written.
 
     Every method raises RunError where it is not that, naming the file.

@@ -11,10 +11,10 @@ from fxpipe.run.ownership import is_empty, renew
 from fxpipe.run.saves.checkpoint import Checkpoint
 from fxpipe.run.saves.optimizers import saved_state
 from fxpipe.run.saves.parts import tensor_sum
-from fxpipe.run.saves.run import Progress, Run, Stateful, named_state
+from fxpipe.run.saves.run import Progress, Stateful, TrainingRun, named_state
 
 
-def prepare(run: Run, checkpoint: Checkpoint) -> Callable[[], dict[str, Any]]:
+def prepare(run: TrainingRun, checkpoint: Checkpoint) -> Callable[[], dict[str, Any]]:
     """What puts it into the model, the optimizer and the sections that the run has, and returns the plain values.
 
     Raises:
@@ -48,7 +48,7 @@ def prepare(run: Run, checkpoint: Checkpoint) -> Callable[[], dict[str, Any]]:
     return put_back
 
 
-def _require_fitting(run: Run, checkpoint: Checkpoint) -> None:
+def _require_fitting(run: TrainingRun, checkpoint: Checkpoint) -> None:
     """The model has the tensors that were saved, and frozen ones that were not are the same as then."""
     state = named_state(run.model)
     saved = _saved_names(checkpoint)
@@ -66,7 +66,7 @@ def _require_fitting(run: Run, checkpoint: Checkpoint) -> None:
                 raise RunError(f"{name} is {list(tensor.shape)} {tensor.dtype}, and was saved as {sizes} {dtype}")
 
 
-def _restore_model(run: Run, checkpoint: Checkpoint) -> None:
+def _restore_model(run: TrainingRun, checkpoint: Checkpoint) -> None:
     state = named_state(run.model)
     with torch.no_grad():
         for name in _saved_names(checkpoint):

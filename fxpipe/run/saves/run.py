@@ -59,7 +59,7 @@ class RandomState:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class TrainingRun:
     """A model in training, as one rank has it.
 
     `given` is what else belongs to the run, by name, `Stateful` or values, further optimizers over the model among
