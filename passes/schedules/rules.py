@@ -51,7 +51,8 @@ def _turns(shop: JobShop, rule: Rule, work: Work) -> Iterator[tuple[int | str, .
 
     What is in flight is bounded, so a forward goes first whenever it is admitted (measured: up to 15 % shorter than
     backward first where ranks have several stages, the same order where they have one). Older groups of micro-batches
-    go first, then the stage nearer to the end of the micro-batch, or within a group the opposite.
+    go first, then the stage nearer to the end of the micro-batch, or within a group the opposite. A rank that is alone
+    goes through stages as they are numbered, and back: so gradients are summed, and what they trained comes.
     """
     components: dict[int, list[int]] = {component: [] for component in range(work.num_components)}
     for source, target in sorted(work.component_edges):
@@ -59,12 +60,13 @@ def _turns(shop: JobShop, rule: Rule, work: Work) -> Iterator[tuple[int | str, .
     place = {component: k for k, component in enumerate(TopologicalSorter(components).static_order())}
     turn = {kind: k for k, kind in enumerate(rule.first)}
     turn["I"] = turn["B"]
+    later = 1 if shop.num_ranks == 1 else -1
     group = shop.num_ranks if rule.grouped else 1
     for a in shop.actions:
         if a.kind == "T":
             yield -1, a.microbatch, place[a.stage], a.stage
         else:
-            nearer = -a.stage if a.kind == "F" else a.stage
+            nearer = later * (a.stage if a.kind == "F" else -a.stage)
             yield turn[a.kind], a.microbatch // group, -nearer if group > 1 else nearer, a.stage, a.kind, a.microbatch
 
 
