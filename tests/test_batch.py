@@ -352,6 +352,14 @@ REFUSED: dict[str, tuple[str, str]] = {
         "m.linear(x).flatten(0, 1)[torch.arange(x.shape[0])[:, None].expand(-1, 4).reshape(-1)].square().mean()",
         r"index.*by number",
     ),
+    "rows_by_interleaved_number": (
+        "m.linear(x).flatten(0, 1)[torch.arange(x.shape[0]).repeat_interleave(4)].square().mean()",
+        r"index.*by number",
+    ),
+    "rows_by_wrapped_number": (
+        "own_rows(m, x.repeat(1, 64, 1), torch.arange(256).to(torch.int8)[:, None], 256).square().mean()",
+        r"index.*by number",
+    ),
     "frozen_shuffled": (
         "F.mse_loss(m.linear(x), m.table.weight.detach()[ids].flip(0))",
         r"flip.*dimension 0, the batch",

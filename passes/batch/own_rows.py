@@ -34,7 +34,7 @@ def follow(call: RuleCall, rule: Rule) -> list[Result]:
     if call.name == "add" and call.arguments.get("alpha", 1) == 1 and len(states) == 1:
         return [_offset(call, *states.items())]
     rows = {state.rows for state in states.values()}
-    if call.name not in _SAME | CASTS or len(rows) != 1 or len(states) != len(set(call.operands)):
+    if call.name not in _SAME | CASTS or 0 in rows or len(rows) != 1 or len(states) != len(set(call.operands)):
         raise Mixed("it computes with the numbers of samples")
     known = max(states.values(), key=lambda state: state.most)
     return [_all_of(result, known) for result in rule(call)]
@@ -76,8 +76,15 @@ def most(value: Any) -> int | None:
     """The largest entry of a value whose entries are integers from 0 on; None of others, or where it is not known."""
     if not isinstance(value, fx.Node):
         return value if type(value) is int and value >= 0 else None
-    if value.op != "call_function":
-        return None
+    found, tensor = _most(value) if value.op == "call_function" else None, value.meta["val"]
+    if found is None or not isinstance(tensor, torch.Tensor) or tensor.dtype == torch.bool:
+        return found
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return found if is_whole and found <= torch.iinfo(tensor.dtype).max else None  # others wrap, to negative ones
+
+
+def _most(value: fx.Node) -> int | None:
+    """Where its type holds it."""
     tensor, name = value.meta["val"], operation_name(value.target)
     if name == "getitem" and operation_name(value.args[0].target) in _PLACES:  # type: ignore[union-attr]
         return _most_place(value.args[0]) if value.args[1] == 1 else None  # type: ignore[arg-type]
@@ -94,15 +101,12 @@ def most(value: Any) -> int | None:
             return None
         parts = value.args[0] if isinstance(value.args[0], list | tuple) else [value.args[0]]
         found = [most(part) for part in parts]
-        whole = not (isinstance(tensor, torch.Tensor) and tensor.is_floating_point())
-        return max(one for one in found if one is not None) if whole and None not in found else None
+        return max(one for one in found if one is not None) if None not in found else None
     first, other = (most(given.get(name)) for name in ("self", "other"))
     if name in ("mul", "add") and given.get("alpha", 1) == 1 and first is not None and other is not None:
         return first * other if name == "mul" else first + other
     number = given.get("other")
-    if name == "remainder" and type(number) is int and number > 0 and not tensor.is_floating_point():
-        return number - 1
-    return None
+    return number - 1 if name == "remainder" and type(number) is int and number > 0 else None
 
 
 def _most_place(call: fx.Node) -> int | None:
