@@ -25,7 +25,7 @@ from cost_models.counted import EXTRA, UNKNOWN, Counted, Uncounted, count_flops,
 from cost_models.formulas import FORMULAS, Formula, bound_arguments
 from fxpipe.capture import private
 from fxpipe.capture.reach import reached
-from fxpipe.costs import COUNT_NAMES, Kind, NodeCost
+from fxpipe.costs import COUNT_NAMES, NodeCost, OperationKind
 from fxpipe.costs.calls import Call, Dim, Gradient, Operand, call_of
 from fxpipe.costs.table import CostTable
 from fxpipe.errors import CompileError
@@ -143,7 +143,7 @@ def _with_bytes(call: Call, flops: Counted, formula: Formula | None) -> NodeCost
         saved = _saved(call, formula, part) if name not in GATHERS else inputs[1:]
         backward.append(written + _num_bytes(saved) + _num_bytes(wanted) if wanted else 0)
     counts = (flops.forward, flops.backward_input, flops.backward_weight, read, written, *backward)
-    kind: Kind | None = None if flops.forward == 0 else formula.kind if formula else "matrix"
+    kind: OperationKind | None = None if flops.forward == 0 else formula.kind if formula else "matrix"
     dtype = call.outputs[0].dtype
     uncosted = frozenset() if flops.complete else frozenset([str(call.target)])
     fields = dict(zip(COUNT_NAMES, map(sympy.sympify, counts), strict=True))

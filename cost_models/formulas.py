@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fxpipe.costs import Kind
+from fxpipe.costs import OperationKind
 from fxpipe.costs.calls import Call, Dim, Operand, product
 
 Flops = Callable[[tuple[Any, ...], Operand], Dim]
@@ -28,7 +28,7 @@ class Formula:
     forward: Flops
     operands: tuple[int, ...] = (0, 1)
     backward: Flops | None = None
-    kind: Kind = "matrix"
+    kind: OperationKind = "matrix"
 
 
 def bound_arguments(call: Call) -> tuple[Any, ...]:

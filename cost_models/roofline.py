@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxpipe.costs import Kind
+from fxpipe.costs import OperationKind
 from fxpipe.costs.model import CostModel, NodeSeconds
 from fxpipe.costs.polynomials import Floats
 from fxpipe.costs.table import CostTable
@@ -119,7 +119,7 @@ class Roofline(CostModel):
             return dtype, 1.0
         return narrow, 1.0 if dtype is None else narrow.itemsize / dtype.itemsize
 
-    def _efficiency(self, kind: Kind | None) -> float:
+    def _efficiency(self, kind: OperationKind | None) -> float:
         given = {"convolution": self.convolution_efficiency, "attention": self.attention_efficiency}.get(kind or "")
         return self.matrix_efficiency if given is None else given
 

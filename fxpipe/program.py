@@ -33,7 +33,7 @@ from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.timeline import Timeline
 from fxpipe.run.agreement import told
 from fxpipe.run.engine import Engine
-from fxpipe.run.kinds import Kind, Kinds
+from fxpipe.run.kinds import BatchKind, Kinds
 from fxpipe.run.local_engine import LocalEngine
 from fxpipe.run.nearness import Distance, Nearness, noise_of, values_of
 from fxpipe.run.observe import Observe
@@ -193,7 +193,7 @@ class Program:
     def _run_local(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int, step: int) -> StepResult:
         tensors, size = self.step.tensors(args, kwargs)
         plan = replace(self.whole.smaller(size), offloaded=False)  # no optimizer will step
-        engine = LocalEngine(Kind(plan, self.whole.state), self._own_model, seed, self._shown)
+        engine = LocalEngine(BatchKind(plan, self.whole.state), self._own_model, seed, self._shown)
         with put_back(self._rewritten) as written:
             loss, gradients = engine.run(tensors, step)
             outputs = {name: value.clone() for name, value in (engine.gather_outputs() or {}).items()}
@@ -351,17 +351,17 @@ class Program:
             return None
         shapes = self.shapes
 
-        def made(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Kind:
+        def made(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchKind:
             program = shapes.of(args, kwargs)
             return program.whole.kind if whole else program.kind
 
         return Kinds(next(iter(shapes.programs)), shapes.key, made)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> BatchKind:
         """What an engine runs for batches of these shapes."""
         filled = None if self.plan.steady is None else lambda: cast(FilledPlan, self.filled)
-        return Kind(self.step, self.state, filled, self.smaller)
+        return BatchKind(self.step, self.state, filled, self.smaller)
 
     @property
     def state(self) -> dict[str, torch.Tensor]:

@@ -46,7 +46,7 @@ from fxpipe.sampling.candidates import Objective, Setting
 from fxpipe.sampling.lowering import Mode, SampleLowering
 from fxpipe.sampling.planning import SampleRequest, request_of, require_fresh
 from fxpipe.sampling.spread import Spread
-from fxpipe.sampling.trace import RowsOf, Sizes, Tracing, repeated
+from fxpipe.sampling.trace import RowsOf, SizesChoice, Tracing, repeated
 from passes.sampling.text import Text
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 _STEPS = 50
 """Of a call whose steps are not known."""
 _CHOICES = {
-    "mode": Mode, "norms": Norms, "text": Text, "attention": Attention, "sizes": Sizes, "objective": Objective,
+    "mode": Mode, "norms": Norms, "text": Text, "attention": Attention, "sizes": SizesChoice, "objective": Objective,
 }  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def compile_sampler(
     attention: Attention = "auto",
     sample: Mapping[str, int] | None = None,
     vae: bool = True,
-    sizes: Sizes = "auto",
+    sizes: SizesChoice = "auto",
     cache: bool | str | Path = True,
     cluster: Cluster | str | None = None,
     cost_model: CostModel | str | None = None,

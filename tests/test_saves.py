@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import StepLR
 import fxpipe
 from fxpipe.plan.transport import Transport
 from fxpipe.run.engine import Engine
-from fxpipe.run.kinds import Kind
+from fxpipe.run.kinds import BatchKind
 from fxpipe.run.saves import engine_saves, folders, parts
 from fxpipe.run.saves.values import decode, encode
 from fxpipe.run.transport import run_ranks
@@ -44,7 +44,7 @@ def on_ranks(world_size: int, layout: dict[str, Any], body: Callable[[SavedRun],
 
     def of_rank(transport: Transport) -> Any:
         program, model = programs[transport.rank], models[transport.rank]
-        return body(SavedRun(model, Engine(Kind(program.step, program.state), model, copying(transport), SEED)))
+        return body(SavedRun(model, Engine(BatchKind(program.step, program.state), model, copying(transport), SEED)))
 
     return run_ranks(world_size, of_rank)
 

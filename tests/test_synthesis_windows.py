@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fxpipe.errors import ScheduleError
 from passes.schedules.bounds import lower_bound_ticks
 from passes.schedules.exact import reorder
-from passes.schedules.job_shop import JobShop, Orders, job_shop, run, within_limits
+from passes.schedules.job_shop import JobShop, RankOrders, job_shop, run, within_limits
 from passes.schedules.policies import LIST_RULES
 from passes.schedules.problem import Problem
 from passes.schedules.rules import rule_orders
@@ -19,7 +19,7 @@ from tests.test_synthesis import problems, small_chains, uniform
 from tests.test_synthesis import shortest as shortest_schedule
 
 
-def shortest(shop: JobShop, orders: Orders, window: frozenset[int]) -> int:
+def shortest(shop: JobShop, orders: RankOrders, window: frozenset[int]) -> int:
     """The least makespan over all orders of the window on every rank, what is around it as it is."""
     choices = []
     for order in orders:
@@ -37,7 +37,7 @@ def shortest(shop: JobShop, orders: Orders, window: frozenset[int]) -> int:
     return min(lengths)
 
 
-def some_orders(problem: Problem, shop: JobShop) -> list[Orders]:
+def some_orders(problem: Problem, shop: JobShop) -> list[RankOrders]:
     """Every list schedule; memory stops none of a chain of stages."""
     replicas = [(rank,) for rank in problem.stage_rank]
     found = [rule_orders(shop, rule, problem.work, replicas) for rule in LIST_RULES]

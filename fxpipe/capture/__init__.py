@@ -47,7 +47,7 @@ from fxpipe.capture.holders import as_held
 from fxpipe.capture.inputs import InputSpec
 from fxpipe.capture.known import Read
 from fxpipe.capture.model_call import ModelCall
-from fxpipe.capture.outputs import Found, drop_unknown, is_number, outputs_of, separate, sinks
+from fxpipe.capture.outputs import OutputsFound, drop_unknown, is_number, outputs_of, separate, sinks
 from fxpipe.capture.randomness import Draw
 from fxpipe.capture.sizes import alike_sizes, expression
 from fxpipe.capture.updates import Update, refuse_all, require_plain, require_seen, taken_out
@@ -177,7 +177,7 @@ def capture(call: ModelCall, result_of: ResultOf = loss_of) -> Capture:
         CaptureError: the model mutates its buffers or inputs, branches on values, or fails to trace; names the module.
     """
     check_weights(call.model)
-    found: list[Found] = []
+    found: list[OutputsFound] = []
 
     def result(output: Any) -> tuple[torch.Tensor, ...]:
         if isinstance(output, Changed) and result_of is loss_of:

@@ -21,10 +21,10 @@ from fxpipe.capture.reach import reached
 from fxpipe.capture.trees import named_leaves
 
 _DETACH = torch.ops.aten.detach.default
-Found = tuple[dict[str, torch.Tensor], tuple[str, ...]]
+OutputsFound = tuple[dict[str, torch.Tensor], tuple[str, ...]]
 
 
-def outputs_of(output: Any) -> Found:
+def outputs_of(output: Any) -> OutputsFound:
     """Tensors by name that a model's output holds beside the loss, and the names of what is none.
 
     Entries of a mapping or dataclass go by their names, those of a tuple by their place, values within them by a path;

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fxpipe.cluster import Cluster
     from fxpipe.cluster.links import Link
 
-Transfer = tuple[int, int, float]
+Routed = tuple[int, int, float]
 Port = tuple[int, str, int]
 
 
@@ -122,7 +122,7 @@ def _filled(
                 del users[port][group]
 
 
-def concurrent_seconds(cluster: Cluster, transfers: Sequence[Transfer]) -> tuple[float, ...]:
+def concurrent_seconds(cluster: Cluster, transfers: Sequence[Routed]) -> tuple[float, ...]:
     """When each of several messages (source, target, bytes) ends, all started at once and sharing links fairly."""
     ends = [0.0] * len(transfers)
     under_way = {i: route(cluster, a, b) for i, (a, b, size) in enumerate(transfers) if a != b and size}

@@ -16,7 +16,7 @@ from typing import Literal
 import sympy
 import torch
 
-Kind = Literal["convolution", "matrix", "attention"]
+OperationKind = Literal["convolution", "matrix", "attention"]
 """What multiplies: devices reach another part of their peak with each."""
 
 
@@ -38,7 +38,7 @@ class NodeCost:
     backward_input_bytes: sympy.Expr = sympy.S.Zero
     backward_weight_bytes: sympy.Expr = sympy.S.Zero
     dtype: torch.dtype | None = None
-    kind: Kind | None = None
+    kind: OperationKind | None = None
     uncosted: frozenset[str] = frozenset()
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from fxpipe.capture.fingerprint import graph_fingerprint
-from fxpipe.costs import COUNT_NAMES, Kind, NodeCost
+from fxpipe.costs import COUNT_NAMES, NodeCost, OperationKind
 from fxpipe.costs.polynomials import Floats, Polynomials
 
 
@@ -74,7 +74,7 @@ class CostTable(Mapping[str, NodeCost]):
         return Counts(**dict(zip(COUNT_NAMES, values, strict=True)))
 
     @cached_property
-    def groups(self) -> tuple[tuple[torch.dtype | None, Kind | None], ...]:
+    def groups(self) -> tuple[tuple[torch.dtype | None, OperationKind | None], ...]:
         """The types and kinds there are: what devices treat alike."""
         return tuple(dict.fromkeys((cost.dtype, cost.kind) for cost in self.costs.values()))
 

@@ -24,7 +24,7 @@ _WIDTH = 56  # of a name in a listing
 Owner = int | str
 """Who computes a value: a block's index or a component's name."""
 
-Kind = Literal["main", "skip", "conditioning"]
+EdgeKind = Literal["main", "skip", "conditioning"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Edge:
     name: str
     producer: Owner
     consumers: tuple[Owner, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[EdgeKind, ...]
     bytes_per_sample: int
     batched: bool
     requires_grad: bool
@@ -64,7 +64,7 @@ class Edge:
     def num_bytes(self, batch_size: int) -> int:
         return self.bytes_per_sample * (batch_size if self.batched else 1)
 
-    def kind_for(self, consumer: Owner) -> Kind:
+    def kind_for(self, consumer: Owner) -> EdgeKind:
         return self.kinds[self.consumers.index(consumer)]
 
 
@@ -135,7 +135,7 @@ class BlockGraph:
 
     def _sends(self, owner: Owner) -> str:
         """What an owner sends, per sample: equal kinds to equal places summed."""
-        sums: dict[tuple[Kind, tuple[Owner, ...]], int] = {}
+        sums: dict[tuple[EdgeKind, tuple[Owner, ...]], int] = {}
         for edge in self.outputs(owner):
             for kind in ("main", "skip", "conditioning"):
                 to = tuple(c for c, k in zip(edge.consumers, edge.kinds, strict=True) if k == kind)

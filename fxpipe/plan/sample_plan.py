@@ -53,7 +53,7 @@ patches in turn: through stages, one after the other."""
 Norms = Literal["corrected", "merged", "sync", "separate"]
 """The moments of a displaced group norm: the others' of the step before moved on as one's own have moved; as they were;
 all of this step, waited for; one's own alone, which is not exact where nothing changes."""
-Kind = Literal["gather", "ulysses", "ring"]
+AttentionKind = Literal["gather", "ulysses", "ring"]
 """Of a layer of attention: all keys and values come to a patch; heads are shared; chunks are passed around."""
 
 
@@ -165,7 +165,7 @@ class SamplePlan(SavedPlan):
     bounds: tuple[int, ...]
     text_first: bool
     how: How
-    attention: tuple[Kind, ...]
+    attention: tuple[AttentionKind, ...]
     step: Schedule
     notes: tuple[str, ...] = ()
     expects: Expected | None = None

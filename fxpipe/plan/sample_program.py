@@ -25,7 +25,7 @@ KNOWN = "known_in_call"
 
 
 @dataclass(frozen=True)
-class Parts:
+class PatchParts:
     """How a prediction comes in patches: `sizes` entries each along dimension `along`; `like` is all of it, on the meta
     device. Where they do not follow each other there, `joined` says how it is made of them (`row_ops.join_patches`)."""
 
@@ -48,7 +48,7 @@ class StepForm:
     graph: fx.Graph
     carried: tuple[str, ...] = ()
     carries: tuple[str, ...] = ()
-    parts: Parts | None = None
+    parts: PatchParts | None = None
 
 
 @dataclass(frozen=True)

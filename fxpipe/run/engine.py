@@ -23,7 +23,7 @@ from fxpipe.plan.transport import Channel, Transport
 from fxpipe.run.accumulation import Accumulation
 from fxpipe.run.agreement import agree, agree_on_state, checksum, everyones, sampled, told
 from fxpipe.run.compiled import runnable
-from fxpipe.run.kinds import Kind, Kinds
+from fxpipe.run.kinds import BatchKind, Kinds
 from fxpipe.run.marks import Marks, marks_of
 from fxpipe.run.observe import Observe
 from fxpipe.run.optimizer_steps import OptimizerSteps
@@ -63,7 +63,7 @@ class Engine(Training):
 
     def __init__(
         self,
-        own: Kind,
+        own: BatchKind,
         model: nn.Module,
         transport: Transport,
         seed: int = 0,
@@ -126,7 +126,7 @@ class Engine(Training):
         self._opened[0].update(channels)
         self._opened[1].update(groups)
 
-    def _another(self, kind: Kind) -> "Engine":
+    def _another(self, kind: BatchKind) -> "Engine":
         given = self._model, self._transport, self.seed, self._shown, self._observe
         other = Engine(kind, *given, opened=self._opened)
         other._optimizer_steps = self._optimizer_steps

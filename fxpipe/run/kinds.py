@@ -20,7 +20,7 @@ from fxpipe.run.unchanged import Unchanged
 
 
 @dataclass(frozen=True)
-class Kind:
+class BatchKind:
     """What an engine runs for a kind of batches: its programs, the model's state as they name it, its filled forms, and
     what makes the programs of fewer samples."""
 
@@ -37,7 +37,7 @@ class Kinds:
 
     first: str
     key: Callable[[Sequence[Any], Mapping[str, Any]], str]
-    made: Callable[[Sequence[Any], Mapping[str, Any]], Kind]
+    made: Callable[[Sequence[Any], Mapping[str, Any]], BatchKind]
 
 
 class EngineKinds(EngineData, ABC):
@@ -94,5 +94,5 @@ class EngineKinds(EngineData, ABC):
         """The step of a batch of that size."""
 
     @abstractmethod
-    def _another(self, kind: Kind) -> "EngineKinds":
+    def _another(self, kind: BatchKind) -> "EngineKinds":
         """An engine over the same model for batches of another kind."""

@@ -11,7 +11,7 @@ from fxpipe.capture.weights import tensors_of
 from fxpipe.plan.step import StepPlan
 from fxpipe.plan.transport import Transport
 from fxpipe.run.compiled import runnable
-from fxpipe.run.kinds import Kind
+from fxpipe.run.kinds import BatchKind
 from fxpipe.run.local_batch import placed
 from fxpipe.run.ownership import at, require_new
 from fxpipe.run.read_ahead import Inputs, ReadBatch, Tensors
@@ -27,7 +27,7 @@ class LocalEngine(Training):
     """Bytes of the last step's messages, by channel."""
     _bytes_here = 0
 
-    def __init__(self, own: Kind, model: nn.Module, *others: Any) -> None:
+    def __init__(self, own: BatchKind, model: nn.Module, *others: Any) -> None:
         device = own.plan.device
         for tensor in tensors_of(model).values():
             at(device, tensor)
@@ -37,7 +37,7 @@ class LocalEngine(Training):
     def bytes_sent(self) -> int:
         return self._bytes_here + sum(engine.bytes_sent for engine in self._others.values())
 
-    def _another(self, kind: Kind) -> "LocalEngine":
+    def _another(self, kind: BatchKind) -> "LocalEngine":
         return LocalEngine(kind, self._model, self.seed, self._shown, self._observe)
 
     def _by_kind(self, batch: ReadBatch, following: ReadBatch | None) -> torch.Tensor:

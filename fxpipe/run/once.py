@@ -18,15 +18,15 @@ from fxpipe.run.marks import Marks, marks_of
 _KEPT = 2
 """As many conditions as a step of a pipeline mostly has: with the prompt, and without."""
 
-Values = Sequence[torch.Tensor]
+OnceValues = Sequence[torch.Tensor]
 
 
 @dataclass
 class _Known:
     program: object
     weights: Marks
-    conditions: Values
-    values: Values
+    conditions: OnceValues
+    values: OnceValues
 
 
 class Once:
@@ -35,7 +35,9 @@ class Once:
     def __init__(self) -> None:
         self._known: list[_Known] = []
 
-    def values(self, program: object, conditions: Values, weights: Values, compute: Callable[[], Values]) -> Values:
+    def values(
+        self, program: object, conditions: OnceValues, weights: OnceValues, compute: Callable[[], OnceValues]
+    ) -> OnceValues:
         """What `compute` gives, or gave for equal conditions and weights that nobody has written since.
 
         Args:

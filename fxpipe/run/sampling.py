@@ -23,10 +23,10 @@ from fxpipe.errors import RunError
 from fxpipe.plan.displaced_ops import USABLE
 from fxpipe.plan.lanes import SendOrder
 from fxpipe.plan.row_ops import join_patches
-from fxpipe.plan.sample_program import Parts, SampleProgram
+from fxpipe.plan.sample_program import PatchParts, SampleProgram
 from fxpipe.plan.transport import Pending, T, Transport
 from fxpipe.remembered import remembered
-from fxpipe.run.once import Once, Values
+from fxpipe.run.once import Once, OnceValues
 from fxpipe.run.patched import Lazy, Patched, settled
 from fxpipe.run.segments import runnable_form
 from fxpipe.run.transport import RankThreads
@@ -59,7 +59,7 @@ class BoundProgram:
         self._state = {name: state[name] for name in program.state}
         self._has_run = set[str]()
 
-    def known(self, tensors: Tensors, once: Once) -> list[Values]:
+    def known(self, tensors: Tensors, once: Once) -> list[OnceValues]:
         """The argument of forms that has what is computed once in a call; none where nothing is."""
         if self.program.once is None:
             return []
@@ -134,7 +134,7 @@ class SampleRun:
         found: torch.Tensor = prediction
         return found
 
-    def _in_parts(self, pieces: Sequence[Sequence[Any]], parts: Parts) -> torch.Tensor:
+    def _in_parts(self, pieces: Sequence[Sequence[Any]], parts: PatchParts) -> torch.Tensor:
         """The patches of a prediction, each of pieces that are there or on their way."""
         if parts.joined:
             return join_patches([*map(_come, pieces)], parts.along, parts.joined)

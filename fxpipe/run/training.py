@@ -29,7 +29,7 @@ from fxpipe.plan.state_update import StateUpdate
 from fxpipe.plan.step import FilledPlan, StepPlan
 from fxpipe.plan.timeline import Timeline
 from fxpipe.run.host_states import keep_on_host, put_back
-from fxpipe.run.kinds import EngineKinds, Kind, Kinds
+from fxpipe.run.kinds import BatchKind, EngineKinds, Kinds
 from fxpipe.run.live import Live
 from fxpipe.run.loader import Loader
 from fxpipe.run.marks import Marks, marks_of
@@ -82,7 +82,7 @@ class Training(TrainedModel, EngineKinds, EngineSaves, EngineScaler, StepOutputs
 
     def __init__(
         self,
-        own: Kind,
+        own: BatchKind,
         model: nn.Module,
         seed: int = 0,
         shown: Callable[[str], str] = str,

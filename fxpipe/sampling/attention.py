@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpipe.cluster import Cluster
 from fxpipe.errors import CompileError
-from fxpipe.plan.sample_plan import IN_TURN, Kind
+from fxpipe.plan.sample_plan import IN_TURN, AttentionKind
 from fxpipe.sampling.beside import at_speed
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.clocks import together
@@ -29,8 +29,8 @@ from passes.sampling.attention import alike, layers, why_not
 from passes.sampling.patches import Patch, patches_of
 
 Attention = Literal["auto", "gather", "ulysses", "ring"]
-_KINDS: tuple[Kind, ...] = get_args(Kind)
-_GATHER: Kind = "gather"
+_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
+_GATHER: AttentionKind = "gather"
 _NEARLY = 1.25
 
 
@@ -80,12 +80,14 @@ def _size(case: SampleCase, made: Choices) -> int:
     return case.run_size(made.grid) if made.spans else case.group_size(made.grid)
 
 
-def _fastest(case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence[float]) -> list[tuple[Kind, ...]]:
+def _fastest(
+    case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence[float]
+) -> list[tuple[AttentionKind, ...]]:
     """The fastest of every layer by itself; then one of all that can be of it, where that is nearly as fast."""
     speeds = patch_speeds(speeds, made.grid)
     plan, patches = _patches(case, made)
-    links, known = case.links(cluster, made.grid), dict[object, dict[Kind, float]]()
-    taken: list[dict[Kind, float]] = []
+    links, known = case.links(cluster, made.grid), dict[object, dict[AttentionKind, float]]()
+    taken: list[dict[AttentionKind, float]] = []
     for node in layers(plan):
         key = alike(plan, node)
         if key not in known:
@@ -102,7 +104,9 @@ def _fastest(case: SampleCase, made: Choices, cluster: Cluster, speeds: Sequence
     return [*found]
 
 
-def _seconds(case: SampleCase, made: Choices, links: Links, layer: str, kind: Kind, speeds: Sequence[float]) -> float:
+def _seconds(
+    case: SampleCase, made: Choices, links: Links, layer: str, kind: AttentionKind, speeds: Sequence[float]
+) -> float:
     """Until the last patch has done a layer."""
     size, seen = _size(case, made), seen_patches(made, speeds)
     each = {}

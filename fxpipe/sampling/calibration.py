@@ -32,7 +32,7 @@ from fxpipe.sampling.step import SampleStep
 from fxpipe.simulate import timeline
 from passes.rows import RowPlan, analyse
 from passes.rows.how import Moments
-from passes.sampling.buckets import Key, key_of
+from passes.sampling.buckets import ExchangeKey, key_of
 from passes.sampling.forms import told
 
 _TRIES = 5
@@ -142,7 +142,7 @@ def require_displaced(plan: SamplePlan) -> None:
         )
 
 
-def displaced_keys(step: SampleStep) -> list[Key]:
+def displaced_keys(step: SampleStep) -> list[ExchangeKey]:
     """The exchanges that cross from a step to the next, or would, were they not kept fresh."""
     members = (member for message in step.messages_of["displaced"] for member in message.members)
     crossing, kept = set(map(key_of, members)), step.plan.how.fresh
@@ -150,7 +150,7 @@ def displaced_keys(step: SampleStep) -> list[Key]:
     return [key for key in keys if key in crossing or told(key) in kept]
 
 
-def recording(rows: RowPlan, keys: Sequence[Key]) -> Callable[..., tuple[torch.Tensor, list[torch.Tensor]]]:
+def recording(rows: RowPlan, keys: Sequence[ExchangeKey]) -> Callable[..., tuple[torch.Tensor, list[torch.Tensor]]]:
     """The graph on one device, of inputs and state by name: the prediction, and what each exchange tells."""
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     result = graph.graph_copy(rows.sized.graph, env)
@@ -182,8 +182,8 @@ def _change(now: torch.Tensor, before: torch.Tensor) -> float:
 
 
 def calibrated(
-    spread: Spread, step: SampleStep, keys: Sequence[Key], changes: Sequence[float], num_steps: int, slower: float,
-    cluster: Cluster,
+    spread: Spread, step: SampleStep, keys: Sequence[ExchangeKey], changes: Sequence[float], num_steps: int,
+    slower: float, cluster: Cluster,
 ) -> tuple[Calibration, SamplePlan]:  # fmt: skip
     """As many exchanges kept fresh, those that are worth most first, as a steady step is not longer for than allowed,
     nor than an exact one; and the plan that does."""
@@ -233,7 +233,7 @@ def _noted(made: SamplePlan, before: SamplePlan, found: Calibration, longer: flo
     return replace(made, expects=expects, notes=(*notes, found.note))
 
 
-def _seconds(step: SampleStep, key: Key, cluster: Cluster) -> float:
+def _seconds(step: SampleStep, key: ExchangeKey, cluster: Cluster) -> float:
     """Until what all patches tell in a fresh exchange is there."""
     sent = [(m.src, m.dst, m.num_bytes) for m in step.messages_of["fresh"] if key_of(m) == key]
     return max(cluster.concurrent_seconds(sent), default=0.0)

@@ -19,7 +19,7 @@ from fxpipe.costs.model import CostModel
 from fxpipe.costs.polynomials import Floats
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_grid import Grid
-from fxpipe.plan.sample_plan import Kind
+from fxpipe.plan.sample_plan import AttentionKind
 from fxpipe.sampling.links import Links
 from fxpipe.sampling.seconds import operation_seconds
 from fxpipe.sampling.step import Traced
@@ -204,7 +204,7 @@ class SampleCase:
             known[key] = self.has_text(num_samples) and self.first_has_text(num_samples, bounds)
         return bool(known[key])
 
-    def first_has_text(self, num_samples: int, bounds: Sequence[int], kinds: Sequence[Kind] = ()) -> bool:
+    def first_has_text(self, num_samples: int, bounds: Sequence[int], kinds: Sequence[AttentionKind] = ()) -> bool:
         """Whether the first of these patches may have the text of so many samples alone, told by one of every sort."""
         sorts = one_of_every_sort(len(bounds) - 1)
         graphs = [self.text_graph(num_samples, bounds, index, kinds) for index in sorts]
@@ -212,7 +212,7 @@ class SampleCase:
         return len(made) == len(graphs) and exchange_alike(made)
 
     def text_graph(
-        self, num_samples: int, bounds: Sequence[int], index: int, kinds: Sequence[Kind] = ()
+        self, num_samples: int, bounds: Sequence[int], index: int, kinds: Sequence[AttentionKind] = ()
     ) -> fx.Graph | None:
         """What a patch of so many samples computes where the first one has the text; None where that cannot be."""
         kinds = tuple(kinds) if {*kinds} - {"gather"} else ()
@@ -226,7 +226,7 @@ class SampleCase:
 
     def work(
         self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool | None,
-        kinds: Sequence[Kind] = (), for_all: bool = True, turns: int = 1,
+        kinds: Sequence[AttentionKind] = (), for_all: bool = True, turns: int = 1,
     ) -> PatchWork:  # fmt: skip
         """What the patch of that index does with so many samples, one of those between `bounds`.
 
@@ -289,7 +289,7 @@ class SampleCase:
         return shared_text(self.rows(num_samples), self.late(num_samples))
 
     def layer(
-        self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool, name: str, kind: Kind,
+        self, num_samples: int, bounds: Sequence[int], index: int, text_first: bool, name: str, kind: AttentionKind,
         for_all: bool = True,
     ) -> PatchWork:  # fmt: skip
         """What the patch of that index does in one layer of attention of this kind; where patches share its heads, and

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fxpipe.cluster import Cluster
-from fxpipe.cluster.network import Transfer, route
+from fxpipe.cluster.network import Routed, route
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.remembered import remembered
 from passes.sampling.work import Sent, Told
@@ -100,12 +100,12 @@ class Links:
         last = self.grid.rank(0, 0, self.grid.patches - 1)
         return num_messages * route(self.cluster, 0, last)[0].overhead_seconds if last else 0.0
 
-    def _at_once(self, transfers: Iterable[Transfer]) -> Busy:
+    def _at_once(self, transfers: Iterable[Routed]) -> Busy:
         firsts = range(0, self.grid.world_size, self.grid.of_copy)
         return self._busy(tuple((at + a, at + b, size) for a, b, size in transfers if size for at in firsts))
 
     @remembered
-    def _busy(self, sent: tuple[Transfer, ...]) -> Busy:
+    def _busy(self, sent: tuple[Routed, ...]) -> Busy:
         latency = max((route(self.cluster, a, b)[0].latency_seconds for a, b, _ in sent), default=0.0)
         seconds = max(self.cluster.concurrent_seconds(sent), default=latency) - latency
         taken, overhead = Counter[int](), Counter[int]()

@@ -12,7 +12,7 @@ from typing import Literal
 from fxpipe.errors import CompileError
 from fxpipe.plan.actions import Action
 from fxpipe.plan.sample_grid import Grid, grid_for
-from fxpipe.plan.sample_plan import IN_TURN, How, Kind, SamplePlan
+from fxpipe.plan.sample_plan import IN_TURN, AttentionKind, How, SamplePlan
 from fxpipe.plan.schedule import Schedule, counted
 from fxpipe.plan.staged import PlannedCut, Staged
 from fxpipe.sampling.case import SampleCase
@@ -64,7 +64,7 @@ class Choices:
     text_first: bool
     order: str
     how: How
-    attention: tuple[Kind, ...] = ()
+    attention: tuple[AttentionKind, ...] = ()
     notes: tuple[str, ...] = ()
     warm: "Choices | None" = None
     watching: int = 0

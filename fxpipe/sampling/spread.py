@@ -33,7 +33,7 @@ from fxpipe.sampling.step import SampleStep, Traced
 
 _log = logging.getLogger(__name__)
 
-Kind = tuple[Traced, int]
+CallKind = tuple[Traced, int]
 """Calls of one graph, with so many samples."""
 
 _MOST_KINDS = 32
@@ -76,10 +76,10 @@ class Spread:
 
     def __init__(self, module: nn.Module, lowering: SampleLowering, ranks: Ranks, or_whole: bool = False) -> None:
         self.module, self.lowering, self.ranks, self.or_whole = module, lowering, ranks, or_whole
-        self._whole_kinds, self._failed = set[Kind](), 0
+        self._whole_kinds, self._failed = set[CallKind](), 0
         self.stream_name: str | None = None
         self._known, self._others = _Known([], [], []), list[_Known]()
-        self._steps: dict[Kind, SampleStep] = {}
+        self._steps: dict[CallKind, SampleStep] = {}
         self._states = WeakKeyDictionary[Traced, dict[str, torch.Tensor]]()
         self._weights: list[tuple[Any, ...]] = []
         self._untouched: Untouched | None = None
@@ -203,7 +203,7 @@ class Spread:
             self._forget_other_weights()  # others may do
         if self._known.all_whole:
             return None
-        kind: Kind | None = None
+        kind: CallKind | None = None
         try:
             traced, size = self.traced(args, kwargs)
             kind, self._failed = (traced, size), 0
@@ -214,7 +214,7 @@ class Spread:
             self._run_whole(kind, error)
             return None
 
-    def _run_whole(self, kind: Kind | None, why: FxpipeError) -> None:
+    def _run_whole(self, kind: CallKind | None, why: FxpipeError) -> None:
         """A kind of call, or all."""
         what = type(self.module).__name__
         if kind is None:

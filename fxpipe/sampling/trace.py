@@ -33,7 +33,7 @@ RowsOf = Callable[[nn.Module, Mapping[str, torch.Tensor]], Mapping[str, int]]
 """Which inputs of a module's call have rows, and in which dimension."""
 
 
-Sizes = Literal["auto", "any"]
+SizesChoice = Literal["auto", "any"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Tracing:
     that keeps captures."""
 
     rows_of: RowsOf
-    sizes: Sizes
+    sizes: SizesChoice
     cache: Path | None
     observe: Observe
 

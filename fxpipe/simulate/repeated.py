@@ -30,7 +30,7 @@ class MadeTensor:
 
 
 @dataclass(frozen=True)
-class Result:
+class CallResult:
     """What a call gave, and the most bytes that it had at once meanwhile."""
 
     made: Sequence[MadeTensor]
@@ -54,7 +54,7 @@ def call_key(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, l
     return (target, fx.node.map_aggregate((args, kwargs), described)), given
 
 
-def result_of(value: Any, given: Sequence[torch.Tensor], left_bytes: int, most_bytes: int) -> Result | None:
+def result_of(value: Any, given: Sequence[torch.Tensor], left_bytes: int, most_bytes: int) -> CallResult | None:
     """How to make a call's value again; None where only the call can, or where it left more than its value behind."""
     leaves, form = pytree.tree_flatten(value)
     places, made = [_place(tensor) for tensor in given], list[MadeTensor]()
@@ -71,7 +71,7 @@ def result_of(value: Any, given: Sequence[torch.Tensor], left_bytes: int, most_b
         made.append(one)
     own = {_place(leaf): _num_bytes(leaf) for leaf, one in zip(leaves, made, strict=True) if one.source is None}
     is_all = len(own) == sum(one.source is None for one in made) and sum(own.values()) == left_bytes
-    return Result(made, form, most_bytes) if is_all else None
+    return CallResult(made, form, most_bytes) if is_all else None
 
 
 def _place(tensor: torch.Tensor) -> int:

@@ -25,7 +25,7 @@ from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.unroll import ENDS
 from fxpipe.simulate.op_lists import Bytes, Op, StepOps
-from fxpipe.simulate.repeated import Result, call_key, result_of
+from fxpipe.simulate.repeated import CallResult, call_key, result_of
 
 SecondsOf = Callable[[Sequence[SampleProgram]], Mapping[fx.Node, float]]
 _META = torch.device("meta")
@@ -116,7 +116,7 @@ class _Walk(fx.Interpreter):
     def __init__(self, graph: fx.Graph, state: Mapping[str, torch.Tensor], meter: "_Meter", keeps_sent: bool) -> None:
         super().__init__(fx.GraphModule(torch.nn.Module(), fx.Graph()), graph=graph)
         self.state, self.meter, self.keeps_sent = state, meter, keeps_sent
-        self.known: dict[Any, Result | None] = {}
+        self.known: dict[Any, CallResult | None] = {}
         self.sent, self.sent_before = list[torch.Tensor](), list[torch.Tensor]()
         self.found: dict[fx.Node, Bytes] = {}
         self.values: dict[fx.Node, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}

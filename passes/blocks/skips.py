@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpipe.capture import Capture
 from fxpipe.errors import CompileError
-from fxpipe.plan.block_graph import Block, Component, Edge, Kind, Owner, crossing, is_size, tensor_bytes
+from fxpipe.plan.block_graph import Block, Component, Edge, EdgeKind, Owner, crossing, is_size, tensor_bytes
 from passes.blocks.paths import parts
 
 _SMALL_MODULE = 1 / 3  # of the backbone's time
@@ -49,7 +49,7 @@ def edges(
         value = _Crossing(nodes[name], owners, small)
         first = min((c for c in consumers if isinstance(c, int)), default=consumers[0])
         vector = _is_vector(nodes[name]) and sizes[name][0] <= _SMALL_VECTOR * largest[first]
-        everywhere: Kind | None = "conditioning" if vector or value.is_widely_read() else None
+        everywhere: EdgeKind | None = "conditioning" if vector or value.is_widely_read() else None
         kinds = tuple(everywhere or value.kind_for(consumer) for consumer in consumers)
         num_bytes, batched = sizes[name]
         needs_gradient = bool(nodes[name].meta["requires_grad"])
@@ -101,7 +101,7 @@ class _Crossing:
         self.readers = [(c, u) for u in readers if isinstance(c := owners.get(u.name), int) and c != self.producer]
         self.readers.sort(key=lambda reader: reader[0])
 
-    def kind_for(self, consumer: Owner) -> Kind:
+    def kind_for(self, consumer: Owner) -> EdgeKind:
         if isinstance(consumer, str) or consumer == self.position + 1 or self._stays_inside(consumer):
             return "main"
         return "skip"

@@ -13,7 +13,7 @@ from math import inf
 
 from passes.fill.problem import FillProblem
 from passes.fill.result import Fill, make_fill
-from passes.fill.shares import Room, balanced
+from passes.fill.shares import RankRoom, balanced
 
 
 def per_device(problem: FillProblem) -> Fill:
@@ -27,11 +27,11 @@ def per_device(problem: FillProblem) -> Fill:
 
 def no_fill(problem: FillProblem) -> Fill:
     """Everything after the pipeline, all components shared alike over the ranks."""
-    rooms: list[Room] = [((problem.pipeline_seconds, inf),)] * problem.num_ranks
+    rooms: list[RankRoom] = [((problem.pipeline_seconds, inf),)] * problem.num_ranks
     return make_fill(problem, "none", True, balanced(problem, rooms, apart=False).ranks)
 
 
-def _room(problem: FillProblem, rank: int) -> Room:
+def _room(problem: FillProblem, rank: int) -> RankRoom:
     """The idle intervals worth using; the tail goes on from the last one where that lasts to the pipeline's end."""
     end = problem.pipeline_seconds
     room = [i for i in problem.idle[rank] if i[1] < end and i[1] - i[0] >= problem.min_bubble_seconds]

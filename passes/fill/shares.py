@@ -21,7 +21,7 @@ from passes.fill.result import Piece
 
 _TOLERANCE = 1e-5  # of the iteration: how near to the least tail the bisection goes
 
-Room = tuple[Interval, ...]
+RankRoom = tuple[Interval, ...]
 """Where a rank may run frozen work; the last interval has no end."""
 
 
@@ -33,7 +33,7 @@ class Assignment:
     tail_seconds: float
 
 
-def balanced(problem: FillProblem, rooms: Sequence[Room], apart: bool) -> Assignment:
+def balanced(problem: FillProblem, rooms: Sequence[RankRoom], apart: bool) -> Assignment:
     """The plan with the least tail that bisection finds, lane after lane."""
     planner = _Planner(problem, rooms, apart)
     best = planner.plan(inf)
@@ -55,10 +55,10 @@ def balanced(problem: FillProblem, rooms: Sequence[Room], apart: bool) -> Assign
 class _Planner:
     """Plans for one tail after the other; ranks with the same room are packed once."""
 
-    def __init__(self, problem: FillProblem, rooms: Sequence[Room], apart: bool) -> None:
+    def __init__(self, problem: FillProblem, rooms: Sequence[RankRoom], apart: bool) -> None:
         self._problem, self._rooms, self._lanes = problem, rooms, lanes(problem, apart)
         self._share = _largest_first if apart else _in_proportion
-        self._packed: dict[tuple[tuple[int, ...], int, Room], Packed] = {}
+        self._packed: dict[tuple[tuple[int, ...], int, RankRoom], Packed] = {}
 
     def plan(self, tail_seconds: float) -> Assignment | None:
         """A plan with about this tail; None where there is none."""
@@ -81,7 +81,7 @@ class _Planner:
             ends.append(end)
         return Assignment(ranks, max(0.0, max(ends, default=0.0) - self._problem.pipeline_seconds))
 
-    def _shares(self, lane: Lane, rooms: dict[int, Room], deadline: float) -> dict[int, int] | None:
+    def _shares(self, lane: Lane, rooms: dict[int, RankRoom], deadline: float) -> dict[int, int] | None:
         """Samples of every rank of a lane, so that all end by the deadline."""
         batch = self._problem.batch_size
         if lane.whole:
@@ -91,14 +91,14 @@ class _Planner:
         most = {rank: self._most(lane, room, deadline) for rank, room in rooms.items()}
         return self._share(most, batch) if sum(most.values()) >= batch else None
 
-    def _most(self, lane: Lane, room: Room, deadline: float) -> int:
+    def _most(self, lane: Lane, room: RankRoom, deadline: float) -> int:
         """The most samples that a rank can bring to their end by the deadline."""
         sizes = range(1, self._problem.batch_size + 1)
         if deadline == inf:
             return len(sizes)
         return bisect_right(sizes, deadline, key=lambda n: self._pack(lane, n, room).end_seconds)
 
-    def _pack(self, lane: Lane, num_samples: int, room: Room) -> Packed:
+    def _pack(self, lane: Lane, num_samples: int, room: RankRoom) -> Packed:
         key = lane.components, num_samples, room
         if key not in self._packed:
             self._packed[key] = pack(self._problem, *key)
@@ -123,11 +123,11 @@ def _largest_first(most: dict[int, int], batch_size: int) -> dict[int, int]:
     return shares
 
 
-def _from(room: Room, released: float) -> Room:
+def _from(room: RankRoom, released: float) -> RankRoom:
     return tuple((max(start, released), end) for start, end in room if end > released) if released else room
 
 
-def _without(room: Room, runs: Sequence[Run]) -> Room:
+def _without(room: RankRoom, runs: Sequence[Run]) -> RankRoom:
     """What is left of the intervals beside the runs."""
     found, waiting = [], [(start, end) for *_, start, end in reversed(runs)]
     for begin, end in room:

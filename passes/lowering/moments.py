@@ -22,13 +22,13 @@ from passes.lowering.layout import Exchanged, UnitLayout, closing
 from passes.step_ops.sharding import sums_in_turn
 from passes.step_ops.turns import RankTurns
 
-Moments = Mapping[tuple[int, int], int]
+SendMoments = Mapping[tuple[int, int], int]
 """When a rank sends a message or starts a reduction, by (edge, rank)."""
 
 
 def moments(
     schedule: Schedule, work: Work, layout: UnitLayout, messages: Sequence[Message], exchanged: Exchanged
-) -> Moments:
+) -> SendMoments:
     """When every message is sent, and every rank starts a reduction or to gather parameters.
 
     Raises:
@@ -98,7 +98,7 @@ def _starts(
     return found
 
 
-def by_arrival(moments: Moments) -> list[int]:
+def by_arrival(moments: SendMoments) -> list[int]:
     """The edges in an order in which all can be sent; a reduction comes when its last rank starts it."""
     latest: dict[int, int] = {}
     for (edge, _), moment in moments.items():

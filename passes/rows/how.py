@@ -119,7 +119,7 @@ class Attended(Same):
     finds better."""
 
 
-How = (
+PatchHow = (
     Same | Shaped | Window | Moments | Summed | Resized | Joined | Padded | Split | CutRows | Written | Whole | Attended
 )
 
@@ -132,5 +132,5 @@ class Found:
     """
 
     state: Result
-    how: How = field(default_factory=Same)
+    how: PatchHow = field(default_factory=Same)
     wants: Mapping[Slot, Place] = field(default_factory=dict)

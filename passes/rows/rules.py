@@ -9,7 +9,7 @@ x.softmax(2)                           along the rows: no rule, the operand is g
 from collections.abc import Callable, Iterable
 
 from passes.operations import acted_dims
-from passes.rows.how import Found, How, Moments, Same, Summed
+from passes.rows.how import Found, Moments, PatchHow, Same, Summed
 from passes.rows.layout import NoRule, Place, RowCall, Rows, Slot, shape_of
 
 Rule = Callable[[RowCall], Found]
@@ -105,7 +105,7 @@ def batch_norm(call: RowCall) -> Found:
     return _normalised(call, Same())
 
 
-def _normalised(call: RowCall, how: How) -> Found:
+def _normalised(call: RowCall, how: PatchHow) -> Found:
     _, state = call.first()
     if state.dim == 0:  # rows are samples of it
         return Found(state)

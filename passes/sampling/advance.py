@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpipe.plan import displaced_ops
 from fxpipe.plan.rank_program import Message
-from passes.sampling.buckets import Key, key_of
+from passes.sampling.buckets import ExchangeKey, key_of
 from passes.sampling.displaced import CarryingWriter, CrossingWriter, DisplacedWriter
 from passes.sampling.exchanges import Exchange
 
@@ -104,7 +104,7 @@ class AdvancedWriter(DisplacedWriter):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._alphas: dict[Key, fx.Node] = {}
+        self._alphas: dict[ExchangeKey, fx.Node] = {}
         self._changes: dict[int, fx.Node] = {}  # of buckets
 
     def swap(self, exchange: Exchange, value_for: ValueFor) -> Received:

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from fxpipe.plan import row_ops
-from fxpipe.plan.sample_plan import Kind
+from fxpipe.plan.sample_plan import AttentionKind
 from passes.operations import bound_arguments
 from passes.rows import RowPlan
 from passes.rows.how import Attended
@@ -39,11 +39,11 @@ aten = torch.ops.aten
 class Shared:
     """How patches share the work of attention: the kind of every layer that does not gather, by its node's name."""
 
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, AttentionKind]
     patches: Sequence[Patch]
 
     @staticmethod
-    def of(plan: RowPlan, patches: Sequence[Patch], kinds: Sequence[Kind]) -> "Shared | None":
+    def of(plan: RowPlan, patches: Sequence[Patch], kinds: Sequence[AttentionKind]) -> "Shared | None":
         """`kinds` in the order of `layers`; None where all gather."""
         named = {node.name: kind for node, kind in zip(layers(plan), kinds, strict=False) if kind != "gather"}
         return Shared(named, patches) if named else None
@@ -60,7 +60,7 @@ def alike(plan: RowPlan, node: fx.Node) -> object:
     return plan.kinds[node.name], len({a["query"], a["key"], a["value"]})
 
 
-def why_not(plan: RowPlan, node: fx.Node, kind: Kind, patches: Sequence[Patch]) -> str | None:
+def why_not(plan: RowPlan, node: fx.Node, kind: AttentionKind, patches: Sequence[Patch]) -> str | None:
     """Why a layer cannot be of this kind, None where it can."""
     if kind == "gather":
         return None

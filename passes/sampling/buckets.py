@@ -17,15 +17,15 @@ from fxpipe.plan.rank_program import Message
 MOST_BYTES, LEAST_BYTES, PER_STEP = 16 * 2**20, 2**18, 8
 """Bytes of a bucket; how many there are at least: one that leaves at the end of a step has no time to arrive."""
 T = TypeVar("T")
-Key = tuple[str, str]
+ExchangeKey = tuple[str, str]
 """An exchange by its name and kind."""
 
 
-def key_of(message: Message) -> Key:
+def key_of(message: Message) -> ExchangeKey:
     return message.value, message.kind
 
 
-def displaced_messages(messages: Sequence[Message], fresh: Collection[Key]) -> tuple[Message, ...]:
+def displaced_messages(messages: Sequence[Message], fresh: Collection[ExchangeKey]) -> tuple[Message, ...]:
     """The messages of a displaced step from those of a fresh one, in the order of every channel; what is `fresh` stays
     in this step."""
     kept = [message for message in messages if key_of(message) in fresh]

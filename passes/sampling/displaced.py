@@ -22,7 +22,7 @@ from fxpipe.plan import displaced_ops, ops
 from fxpipe.plan.displaced_ops import USABLE
 from fxpipe.plan.rank_program import Message
 from passes.rows import RowPlan
-from passes.sampling.buckets import Key, key_of, leaving_last
+from passes.sampling.buckets import ExchangeKey, key_of, leaving_last
 from passes.sampling.exchanges import Exchange
 from passes.sampling.fresh import FormWriter
 from passes.sampling.patches import Patch
@@ -35,10 +35,10 @@ class Crossing:
     What others tell in `advanced` ones is moved on.
     """
 
-    fresh: frozenset[Key]
+    fresh: frozenset[ExchangeKey]
     buckets: tuple[Message, ...]
     norms: str
-    advanced: frozenset[Key]
+    advanced: frozenset[ExchangeKey]
 
     def of(self, exchange: Exchange) -> bool:
         return exchange.key not in self.fresh
@@ -129,7 +129,7 @@ class DisplacedWriter(CrossingWriter):
         read = [(bucket, member) for bucket in self.come for member in bucket.members if key_of(member) == key]
         return lambda: {bucket.src: self.before(bucket, member) for bucket, member in read}
 
-    def _send(self, key: Key, value_for: Callable[[int], fx.Node]) -> None:
+    def _send(self, key: ExchangeKey, value_for: Callable[[int], fx.Node]) -> None:
         """Keep what buckets take; send, and post, those that this exchange fills."""
         for bucket in self.buckets:
             for member in bucket.members:

@@ -19,7 +19,7 @@ from fxpipe.plan.sample_plan import How
 from fxpipe.plan.sample_program import SampleProgram
 from passes.rows import RowPlan
 from passes.sampling.advance import AdvancedWriter, AgainWriter, HistoryWriter
-from passes.sampling.buckets import Key, displaced_messages, key_of
+from passes.sampling.buckets import ExchangeKey, displaced_messages, key_of
 from passes.sampling.displaced import CarryingWriter, Crossing, CrossingWriter, DisplacedWriter
 from passes.sampling.exchanges import Exchange
 from passes.sampling.messages import exchange_nodes, messages_of
@@ -65,9 +65,9 @@ def _writer(form: str, advance: bool) -> type[CrossingWriter]:
     return AdvancedWriter if advance else DisplacedWriter
 
 
-def _advanced(graph: fx.Graph, fresh: Collection[Key]) -> frozenset[Key]:
+def _advanced(graph: fx.Graph, fresh: Collection[ExchangeKey]) -> frozenset[ExchangeKey]:
     """Exchanges whose values may be moved on: numbers, but moments, and powers, which must not fall below zero."""
-    keys = set[Key]()
+    keys = set[ExchangeKey]()
     for node in exchange_nodes(graph):
         operand, value = node.args[0], node.meta["val"]
         powers = isinstance(operand, fx.Node) and operand.target is row_ops.power
@@ -76,7 +76,7 @@ def _advanced(graph: fx.Graph, fresh: Collection[Key]) -> frozenset[Key]:
     return frozenset(keys - set(fresh))
 
 
-def _fresh_exchanges(graphs: Collection[fx.Graph], messages: Sequence[Message], norms: str) -> frozenset[Key]:
+def _fresh_exchanges(graphs: Collection[fx.Graph], messages: Sequence[Message], norms: str) -> frozenset[ExchangeKey]:
     """Those that never cross: what every patch predicts of, synchronised norms, and what needs no message at all."""
     fresh = {key for graph in graphs for key in _read_by_all(graph)}
     fresh |= {key_of(message) for message in messages if message.kind == "moments" and norms == "sync"}
@@ -85,8 +85,8 @@ def _fresh_exchanges(graphs: Collection[fx.Graph], messages: Sequence[Message], 
     return frozenset(fresh)
 
 
-def _asked(graph: fx.Graph, names: Collection[str]) -> frozenset[Key]:
-    keys: list[Key] = [node.meta["exchange"].key for node in exchange_nodes(graph)]
+def _asked(graph: fx.Graph, names: Collection[str]) -> frozenset[ExchangeKey]:
+    keys: list[ExchangeKey] = [node.meta["exchange"].key for node in exchange_nodes(graph)]
     known = {told(key): key for key in keys}
     if unknown := sorted(set(names) - set(known)):
         raise CompileError(
@@ -96,13 +96,13 @@ def _asked(graph: fx.Graph, names: Collection[str]) -> frozenset[Key]:
     return frozenset(known[name] for name in names)
 
 
-def told(key: Key) -> str:
+def told(key: ExchangeKey) -> str:
     """An exchange as plans name it."""
     value, kind = key
     return f"{kind} {value}"
 
 
-def _read_by_all(graph: fx.Graph) -> set[Key]:
+def _read_by_all(graph: fx.Graph) -> set[ExchangeKey]:
     """The exchanges after which every patch makes the whole prediction: all must read the same there."""
     (output,) = graph.find_nodes(op="output")
     before = reached(output.all_input_nodes, lambda node: [] if "exchange" in node.meta else node.all_input_nodes)

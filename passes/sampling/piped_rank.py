@@ -18,7 +18,7 @@ from torch import fx
 from fxpipe.plan import displaced_ops, ops, row_ops
 from fxpipe.plan.displaced_ops import USABLE
 from fxpipe.plan.rank_program import Message
-from fxpipe.plan.sample_program import Parts, SampleProgram, StepForm
+from fxpipe.plan.sample_program import PatchParts, SampleProgram, StepForm
 from passes.rows import RowPlan
 from passes.rows.layout import Rows
 from passes.sampling.cells import Cell, CellWriter
@@ -227,14 +227,14 @@ class _Fresh(StagedWriter):
         return writer.add(graph, cell)[0]
 
 
-def _parts(piped: Piped) -> Parts:
+def _parts(piped: Piped) -> PatchParts:
     """How the prediction for all samples comes in patches."""
     plan = next(iter(piped.plans.values()))
     state, like = plan.rows(plan.sized.result), plan.sized.result.meta["val"]
     samples, patches = piped.groups[-1][-1][1], piped.patches(plan)
     sizes = tuple(patch.size(state) for patch in patches)
     joined = () if state.plain is not None else _parts_of(state, patches)
-    return Parts(state.dim, sizes, like.new_empty((samples, *like.shape[1:])), joined)
+    return PatchParts(state.dim, sizes, like.new_empty((samples, *like.shape[1:])), joined)
 
 
 def _parts_of(state: Rows, patches: Sequence[Patch]) -> tuple[tuple[int, tuple[int, ...]], ...]:

@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_grid import Grid
-from fxpipe.plan.sample_plan import Kind
+from fxpipe.plan.sample_plan import AttentionKind
 from fxpipe.remembered import remembered
 from passes.rows import RowPlan
 from passes.sampling.attention import Shared
@@ -57,7 +57,7 @@ class StagedSamples:
     grid: Grid
     batched: Mapping[str, torch.Tensor]
     device: torch.device
-    kinds: Sequence[Kind] = ()
+    kinds: Sequence[AttentionKind] = ()
 
     @property
     def beside(self) -> int:

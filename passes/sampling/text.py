@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import fx
 
-from fxpipe.plan.sample_plan import Kind
+from fxpipe.plan.sample_plan import AttentionKind
 from passes.rows import RowPlan
 from passes.rows.how import Summed
 from passes.rows.layout import Rows
@@ -32,7 +32,7 @@ def has_text(plan: RowPlan) -> bool:
 
 
 def text_graph(
-    plan: RowPlan, shared: frozenset[str], patches: Sequence[Patch], index: int, kinds: Sequence[Kind] = ()
+    plan: RowPlan, shared: frozenset[str], patches: Sequence[Patch], index: int, kinds: Sequence[AttentionKind] = ()
 ) -> fx.Graph | None:
     """The graph of one of the patches, of which the first one has the text, and what is `shared`; attention of these
     kinds. None where it needs some of that beside its keys and values."""

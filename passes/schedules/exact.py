@@ -10,14 +10,14 @@ the largest (end + what follows) is the makespan.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from passes.schedules.job_shop import JobShop, JobStarts, Orders, run, within_limits
+from passes.schedules.job_shop import JobShop, JobStarts, RankOrders, run, within_limits
 
 
 @dataclass(frozen=True)
 class Solved:
     """Orders no worse than those given, what they take, and what no order of the window goes below."""
 
-    orders: Orders
+    orders: RankOrders
     ticks: int
     bound_ticks: int
     spent: float = 0.0  # deterministic seconds
@@ -25,7 +25,7 @@ class Solved:
 
 def reorder(
     shop: JobShop,
-    orders: Orders,
+    orders: RankOrders,
     window: frozenset[int],
     *,
     limit: float,

@@ -16,7 +16,7 @@ from fxpipe.plan.actions import Action, Work
 from fxpipe.plan.schedule import Schedule
 from passes.schedules.problem import Problem, most_held
 
-Orders = tuple[tuple[int, ...], ...]
+RankOrders = tuple[tuple[int, ...], ...]
 _MOST_TICKS = 100_000  # of the longest operation, where durations have no common unit
 _NOTHING = 1e-290  # seconds: parts of less would be zero
 
@@ -74,7 +74,7 @@ class JobShop:
         return tuple(tail)
 
     @cached_property
-    def on_rank(self) -> Orders:
+    def on_rank(self) -> RankOrders:
         found: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for i, rank in enumerate(self.rank):
             found[rank].append(i)
@@ -86,11 +86,11 @@ class JobShop:
         frees = {(a.stage, a.microbatch): i for i, a in enumerate(self.actions) if self.freed[i]}
         return {i: frees[a.stage, a.microbatch] for i, a in enumerate(self.actions) if self.taken[i]}
 
-    def schedule(self, name: str, num_stages: int, orders: Orders) -> Schedule:
+    def schedule(self, name: str, num_stages: int, orders: RankOrders) -> Schedule:
         ranks = tuple(tuple(self.actions[i] for i in order) for order in orders)
         return Schedule(name, num_stages, self.num_microbatches, ranks)
 
-    def orders(self, schedule: Schedule) -> Orders:
+    def orders(self, schedule: Schedule) -> RankOrders:
         """The inverse of `schedule`."""
         return tuple(tuple(self.index[action] for action in actions) for actions in schedule.ranks)
 
@@ -226,7 +226,7 @@ class JobStarts:
     visited: tuple[int, ...]
 
 
-def run(shop: JobShop, orders: Orders) -> JobStarts:
+def run(shop: JobShop, orders: RankOrders) -> JobStarts:
     """Ranks keep their order and start as early as they can."""
     start = [-1] * len(shop)
     visited: list[int] = []
@@ -255,7 +255,7 @@ def run(shop: JobShop, orders: Orders) -> JobStarts:
     return JobStarts(max(free, default=0), tuple(start), tuple(visited))
 
 
-def within_limits(shop: JobShop, orders: Orders) -> bool:
+def within_limits(shop: JobShop, orders: RankOrders) -> bool:
     """Whether no rank ever holds more than its limit."""
     peaks = (most_held((shop.taken[i], shop.freed[i]) for i in order) for order in orders)
     return shop.limits is None or all(peak <= limit for peak, limit in zip(peaks, shop.limits, strict=True))

@@ -10,7 +10,7 @@ left. The last stages can then always end, which frees what the stages before th
 import heapq
 from collections.abc import Mapping, Sequence
 
-from passes.schedules.job_shop import JobShop, Orders
+from passes.schedules.job_shop import JobShop, RankOrders
 
 
 class ListScheduler:
@@ -37,7 +37,7 @@ class ListScheduler:
         self.reserve = _reserves(shop) if shop.limits is not None else ()
         self.order: list[list[int]] = [[] for _ in range(shop.num_ranks)]
 
-    def orders(self) -> Orders | None:
+    def orders(self) -> RankOrders | None:
         """Of every rank; None where memory stops it, which the banker's rule excludes for chains of stages."""
         for i, count in enumerate(self.missing):
             if not count:

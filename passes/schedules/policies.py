@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Rule:
+class OrderRule:
     """What a list scheduler does: 1F1B, unless a field says more.
 
     Args:
@@ -47,7 +47,7 @@ class Policy:
     """
 
     name: str
-    rule: Rule = field(default_factory=Rule)
+    rule: OrderRule = field(default_factory=OrderRule)
     stages_per_rank: tuple[int, ...] = (1,)
     folds: bool = False
     folds_pairs: bool = False
@@ -69,14 +69,16 @@ class Policy:
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("gpipe", Rule(drain_last=True), uneven=True, automatic=True),
+        Policy("gpipe", OrderRule(drain_last=True), uneven=True, automatic=True),
         Policy("1f1b", uneven=True, automatic=True),
-        Policy("interleaved", Rule(grouped=True), (2,), loops=True, automatic=True),
+        Policy("interleaved", OrderRule(grouped=True), (2,), loops=True, automatic=True),
         Policy("wave", stages_per_rank=(2,), folds=True, automatic=True),
-        Policy("hanayo", Rule(capped=True), (2,), folds=True),
-        Policy("zb-h1", Rule(split=True), (1, 2), folds_pairs=True),
-        Policy("zero-bubble", Rule(split=True), (1, 2), folds_pairs=True, automatic=True),  # by the name of its idea
-        Policy("zb-v", Rule(split=True, repeated=True), (2,), folds=True),
+        Policy("hanayo", OrderRule(capped=True), (2,), folds=True),
+        Policy("zb-h1", OrderRule(split=True), (1, 2), folds_pairs=True),
+        Policy(
+            "zero-bubble", OrderRule(split=True), (1, 2), folds_pairs=True, automatic=True
+        ),  # by the name of its idea
+        Policy("zb-v", OrderRule(split=True, repeated=True), (2,), folds=True),
         # DiffusionPipe (Tian et al., MLSys 2024), section 4.2
         Policy("bidirectional", stages_per_rank=(2,), reverses=True, automatic=True),
     )
@@ -88,11 +90,11 @@ FOLDED = "wave"
 LOOPED = "interleaved"
 """The order of a backbone that runs twice, with both passes of a stage on its rank."""
 LIST_RULES = (
-    Rule(pace=0.25, in_flight=1.5),
-    Rule(pace=0.5, in_flight=None),
-    Rule(pace=0.25, in_flight=0.75),
-    Rule(pace=1.0, in_flight=None),
-    Rule(pace=0.25),
-    Rule(pace=0.1, in_flight=1.5),
+    OrderRule(pace=0.25, in_flight=1.5),
+    OrderRule(pace=0.5, in_flight=None),
+    OrderRule(pace=0.25, in_flight=0.75),
+    OrderRule(pace=1.0, in_flight=None),
+    OrderRule(pace=0.25),
+    OrderRule(pace=0.1, in_flight=1.5),
 )
 """What a search starts from: the fewest of 72 rules whose best is within 0.1 % of the best of all, on average."""

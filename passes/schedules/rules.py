@@ -14,15 +14,15 @@ from math import ceil, lcm
 
 from fxpipe.plan.actions import Work
 from passes.schedules.blocks import block_precedences
-from passes.schedules.job_shop import JobShop, Orders
+from passes.schedules.job_shop import JobShop, RankOrders
 from passes.schedules.list_scheduler import ListScheduler
-from passes.schedules.policies import Rule
+from passes.schedules.policies import OrderRule
 
 Replicas = Sequence[tuple[int, ...]]
 Also = dict[int, list[int]]
 
 
-def rule_orders(shop: JobShop, rule: Rule, work: Work, replicas: Replicas) -> Orders | None:
+def rule_orders(shop: JobShop, rule: OrderRule, work: Work, replicas: Replicas) -> RankOrders | None:
     """The list schedule of a rule; None where memory stops it.
 
     Args:
@@ -37,7 +37,7 @@ def rule_orders(shop: JobShop, rule: Rule, work: Work, replicas: Replicas) -> Or
     return ListScheduler(shop, _urgency(shop, rule, work), also).orders()
 
 
-def _urgency(shop: JobShop, rule: Rule, work: Work) -> list[int]:
+def _urgency(shop: JobShop, rule: OrderRule, work: Work) -> list[int]:
     """The place of every operation among all by what the rule calls urgent."""
     keys = list(_turns(shop, rule, work) if rule.pace is None else _due(shop, rule.pace))
     urgency = [0] * len(shop)
@@ -46,7 +46,7 @@ def _urgency(shop: JobShop, rule: Rule, work: Work) -> list[int]:
     return urgency
 
 
-def _turns(shop: JobShop, rule: Rule, work: Work) -> Iterator[tuple[int | str, ...]]:
+def _turns(shop: JobShop, rule: OrderRule, work: Work) -> Iterator[tuple[int | str, ...]]:
     """Frozen work, then kinds in the order of the rule.
 
     What is in flight is bounded, so a forward goes first whenever it is admitted (measured: up to 15 % shorter than
@@ -91,7 +91,7 @@ def _drain_last(shop: JobShop) -> Also:
     return {i: of_rank[shop.rank[i]] for i, a in enumerate(shop.actions) if a.kind in "BI"}
 
 
-def _bound_in_flight(shop: JobShop, rule: Rule, work: Work, replicas: Replicas) -> Also:
+def _bound_in_flight(shop: JobShop, rule: OrderRule, work: Work, replicas: Replicas) -> Also:
     """A forward waits until its stage has few enough micro-batches whose gradient (or, without one, whose use) is due.
 
     Weight gradients may lag behind their input gradient as far as the memory of the fullest rank admits.
@@ -109,7 +109,7 @@ def _bound_in_flight(shop: JobShop, rule: Rule, work: Work, replicas: Replicas) 
     return found
 
 
-def _limits(rule: Rule, work: Work, replicas: Replicas) -> Iterator[tuple[int, int, int]]:
+def _limits(rule: OrderRule, work: Work, replicas: Replicas) -> Iterator[tuple[int, int, int]]:
     """(stage, micro-batches whose gradients may be due, micro-batches whose weight gradients may be due)."""
     limits = {stage: ceil((rule.in_flight or 1) * n) for stage, n in _one_f_one_b(work, replicas, rule.grouped).items()}
     on_ranks: dict[tuple[int, ...], list[int]] = {}

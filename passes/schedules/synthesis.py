@@ -15,9 +15,9 @@ from fxpipe.errors import CompileError
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.schedule_check import require
 from passes.schedules.bounds import lower_bound_ticks
-from passes.schedules.job_shop import JobShop, Orders, job_shop, run, within_limits
+from passes.schedules.job_shop import JobShop, RankOrders, job_shop, run, within_limits
 from passes.schedules.named import named_schedule
-from passes.schedules.policies import LIST_RULES, POLICIES, Rule
+from passes.schedules.policies import LIST_RULES, POLICIES, OrderRule
 from passes.schedules.problem import Problem, fits
 from passes.schedules.rules import rule_orders
 
@@ -96,7 +96,7 @@ def _too_little(problem: Problem) -> CompileError:
 def references(problem: Problem) -> Iterator[Schedule]:
     """The named schedules of the problem, whether they fit into memory or not; names of the same order once."""
     work = problem.work
-    names: dict[Rule, str] = {}
+    names: dict[OrderRule, str] = {}
     for policy in POLICIES.values():
         names.setdefault(policy.rule, policy.name)
     for rule, name in names.items():
@@ -123,7 +123,7 @@ def _listed(problem: Problem) -> Iterator[Synthesis]:
             yield _evaluated(problem, shop, shop.on_rank, "one micro-batch after the other")
 
 
-def _list_orders(problem: Problem, shop: JobShop) -> list[Orders]:
+def _list_orders(problem: Problem, shop: JobShop) -> list[RankOrders]:
     """All that memory does not stop, the shortest first."""
     replicas = [(rank,) for rank in problem.stage_rank]
     found = (rule_orders(shop, rule, problem.work, replicas) for rule in LIST_RULES)
@@ -143,5 +143,5 @@ def _improved(problem: Problem, relaxed: JobShop, known: Synthesis, budget_secon
     return improved, found.bound_ticks * shop.seconds_per_tick if holds else 0.0
 
 
-def _evaluated(problem: Problem, shop: JobShop, orders: Orders, method: str) -> Synthesis:
+def _evaluated(problem: Problem, shop: JobShop, orders: RankOrders, method: str) -> Synthesis:
     return Synthesis.of(problem, shop.schedule("synthesised", problem.work.num_stages, orders), method)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from random import Random
 
 from passes.schedules.exact import Solved, reorder
-from passes.schedules.job_shop import JobShop, JobStarts, Orders, run
+from passes.schedules.job_shop import JobShop, JobStarts, RankOrders, run
 
 # Measured on 48 pipelines of 2 to 8 ranks and 2 to 32 micro-batches, loose and tight in memory, half a second and a
 # second each: windows of twice the size, or of five times the limit, end 0.2 to 1 % longer on average.
@@ -28,7 +28,7 @@ _SECONDS_PER_SOLVER_SECOND = 3.0  # of OR-tools' deterministic seconds
 _SECONDS_PER_OPERATION, _SECONDS_PER_WINDOW, _SECONDS_PER_FREE = 10e-6, 1e-3, 90e-6  # besides the solver
 
 
-def improve(shop: JobShop, starts: Sequence[Orders], *, limit: float, bound_ticks: int) -> Solved:
+def improve(shop: JobShop, starts: Sequence[RankOrders], *, limit: float, bound_ticks: int) -> Solved:
     """Search for about `limit` seconds, counted in steps rather than by a clock: the result is the same every time.
 
     A window that holds everything proves a bound, too: small schedules end as the shortest.
@@ -74,7 +74,7 @@ def _seconds(shop: JobShop, window: frozenset[int], step: Solved) -> float:
     return step.spent * _SECONDS_PER_SOLVER_SECOND + around
 
 
-def _window(shop: JobShop, orders: Orders, known: JobStarts, size: int, random: Random) -> frozenset[int]:
+def _window(shop: JobShop, orders: RankOrders, known: JobStarts, size: int, random: Random) -> frozenset[int]:
     """Operations that start one after the other: around a random idle moment, or anywhere, the ends included."""
     times = sorted(known.start)
     size = min(max(size, 1), len(times))
@@ -87,7 +87,7 @@ def _window(shop: JobShop, orders: Orders, known: JobStarts, size: int, random: 
     return frozenset(i for i, start in enumerate(known.start) if low <= start < high)
 
 
-def _idle_moment(shop: JobShop, orders: Orders, known: JobStarts, random: Random) -> int:
+def _idle_moment(shop: JobShop, orders: RankOrders, known: JobStarts, random: Random) -> int:
     """A moment in which a rank is idle, each as likely as any other."""
     gaps: list[tuple[int, int]] = []
     for order in orders:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fxpipe.plan.actions import Action
-from fxpipe.plan.block_graph import Kind
+from fxpipe.plan.block_graph import EdgeKind
 from fxpipe.plan.schedule import Schedule
 from passes.costs.call_bytes import UnitKey
 from passes.step_ops.units import Units
@@ -56,8 +56,8 @@ class Routes:
                     self._backward[action.stage, action.microbatch] = rank, place
 
     @cached_property
-    def _kinds(self) -> Mapping[tuple[str, UnitKey], Kind]:
-        found: dict[tuple[str, UnitKey], Kind] = {}
+    def _kinds(self) -> Mapping[tuple[str, UnitKey], EdgeKind]:
+        found: dict[tuple[str, UnitKey], EdgeKind] = {}
         for wanted in ("conditioning", "skip", "main"):
             for edge in self.units.step.graph.edges:
                 for consumer, kind in zip(edge.consumers, edge.kinds, strict=True):
