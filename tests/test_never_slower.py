@@ -83,9 +83,7 @@ def at_once_bytes(case: Case) -> int:
     st.sampled_from([1, 4, 12]),
 )
 @example("cascade", "launching", "2 nodes, 1 Gbit/s", 16, 0.9, 1)  # what adds losses up sends a number, not samples
-@example(
-    "cascade", "busy", "NVSwitch", 32, None, 12
-)  # a rank alone takes backbones in the order of their sums
+@example("cascade", "busy", "NVSwitch", 32, None, 12)  # a rank alone takes backbones in the order of their sums
 @example("two passes", "busy", "NVSwitch", 16, None, 4)  # both read the weights that one has gradients of
 def test_never_slower(
     model: str, device: str, cluster: str, batch_size: int, limit: float | None, num_buckets: int
