@@ -372,6 +372,12 @@ def test_memory_is_predicted(mode: Any, keeps_sent: bool, pipe: StableDiffusionP
     require_predicted(sampler, keeps_sent)
 
 
+def test_so_is_that_of_what_a_last_step_carries_for_nobody(pipe: StableDiffusionPipeline) -> None:
+    sampler = fxpipe.compile_sampler(pipe, 3, example=call(2, 64, 48), patches=3, mode="displaced", warmup=2)
+    for steps in (1, 2, 3):
+        require_predicted(sampler, False, steps)
+
+
 class Headless(torch.nn.Module):
     """Attention that no kernel of torch takes: its operands have no heads."""
 
@@ -389,7 +395,7 @@ def test_so_is_that_of_scores_that_are_held(layout: dict[str, Any]) -> None:
     assert sampler.plan.expects.memory_bytes == pytest.approx(most, rel=0.1)
 
 
-def require_predicted(sampler: fxpipe.Sampler, keeps_sent: bool) -> int:
+def require_predicted(sampler: fxpipe.Sampler, keeps_sent: bool, steps: int = 3) -> int:
     """The most bytes on any rank, each of which has as many as are predicted."""
     args, kwargs = sampler.example
     step = sampler.step
@@ -401,13 +407,13 @@ def require_predicted(sampler: fxpipe.Sampler, keeps_sent: bool) -> int:
         run, bound = SampleRun(cast(Transport, OwnSends(transport, keeps_sent))), BoundProgram(program, state)
         live.see([[state[name] for name in program.state], [tensors[name] for name in program.inputs]])
         with live:
-            for form in step.sequence(3):
+            for form in step.sequence(steps):
                 run.predict(bound, tensors, form)
         run.reset()
         return live.peak
 
     found = run_ranks(3, rank)
-    timeline = sampler.simulate(3, cluster="3xCPU" if keeps_sent else None)
+    timeline = sampler.simulate(steps, cluster="3xCPU" if keeps_sent else None)
     for measured, predicted in zip(found, timeline.memory, strict=True):
         assert measured == pytest.approx(predicted.peak_bytes, rel=0.01)
     return max(found)

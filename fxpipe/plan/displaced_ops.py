@@ -62,6 +62,10 @@ def done(value: torch.Tensor) -> Pending[torch.Tensor]:
     return Pending(lambda: value)
 
 
+def held(values: Sequence[object]) -> None:
+    """What crosses to the next step: there to the end of this one, whether that reads it or not."""
+
+
 def corrected_moments(
     latest: Sequence[torch.Tensor], before: Sequence[torch.Tensor], fresh: Sequence[int], counts: Sequence[int]
 ) -> torch.Tensor:

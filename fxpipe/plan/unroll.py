@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpipe.errors import CompileError
 from fxpipe.plan import ops
-from fxpipe.plan.displaced_ops import done, own_rows
+from fxpipe.plan.displaced_ops import done, held, own_rows
 from fxpipe.plan.program_check import require_programs
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import KNOWN, SampleProgram
@@ -71,7 +71,10 @@ def in_sequence(
 
 
 def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int, whole: bool) -> Unrolled:
-    """The forms of `sequence` as one graph; of messages alone, what is computed between them stands for nothing."""
+    """The forms of `sequence` as one graph; of messages alone, what is computed between them stands for nothing.
+
+    The whole of them holds to a step's end what that carries, and to the last one's what is computed once.
+    """
     graph, carried, coming = fx.Graph(), dict[str, fx.Node](), list[list[fx.Node]]()
     value = graph.placeholder("transport" if whole else "value")
     inputs = {name: graph.placeholder(name) for name in program.inputs if whole}
@@ -105,9 +108,11 @@ def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int, wh
         parts = prediction if isinstance(prediction, list | tuple) else ()
         coming = [[env[piece] for piece in part if piece.target is ops.recv] for part in parts]
         carried = {name: env[node] for name, node in carries.items()}
+        if whole and carries:
+            graph.call_function(held, ([*carried.values()],))
         next(iter(reversed(graph.nodes))).meta[ENDS] = bool(carries)
     _arrive(graph, coming)
-    graph.output(None)
+    graph.output(tuple(known) or None)
     for node in (node for node in graph.nodes if node.target is done and not node.users):
         graph.erase_node(node)  # what arrived so, is read as it is
     return Unrolled(program.rank, graph)

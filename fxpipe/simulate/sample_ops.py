@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.plan import ops, row_ops
-from fxpipe.plan.displaced_ops import done
+from fxpipe.plan.displaced_ops import done, held
 from fxpipe.plan.rank_program import Message
 from fxpipe.plan.sample_program import SampleProgram
 from fxpipe.plan.unroll import ENDS
@@ -29,7 +29,7 @@ from fxpipe.simulate.repeated import CallResult, call_key, result_of
 
 SecondsOf = Callable[[Sequence[SampleProgram]], Mapping[fx.Node, float]]
 _META = torch.device("meta")
-_NEVER_AGAIN = {ops.begin, ops.send, ops.recv, ops.wait, done, getitem}
+_NEVER_AGAIN = {ops.begin, ops.send, ops.recv, ops.wait, done, held, getitem}
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
