@@ -10,7 +10,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.cluster.network import Routed, route
 from fxpipe.plan.sample_grid import Grid
 from fxpipe.remembered import remembered
-from passes.sampling.work import Sent, Told
+from passes.sampling.work import SentBytes, Told
 
 
 class Busy(NamedTuple):
@@ -33,7 +33,7 @@ class Links:
     def __init__(self, cluster: Cluster, grid: Grid, shares: Sequence[float] = ()) -> None:
         """Of what is told of one group's patches, those of every group send these `shares`; all as much by default."""
         self.cluster, self.grid, self.shares = cluster, grid, shares or [1.0] * grid.groups
-        self._told: dict[tuple[int, int], tuple[Sent, Busy]] = {}
+        self._told: dict[tuple[int, int], tuple[SentBytes, Busy]] = {}
 
     def of_patches(self, told: Told, column: int) -> Busy:
         """An exchange of a column's patches."""

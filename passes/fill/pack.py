@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from passes.fill.problem import FillProblem, Interval
 
-Run = tuple[int, int, int, int, int, float, float]
+PieceFields = tuple[int, int, int, int, int, float, float]
 """The fields of a `Piece`: thousands are made to be thrown away."""
 
 
@@ -22,7 +22,7 @@ class Packed:
     """Runs in the order of time, of samples numbered from 0, and when the last ends."""
 
     end_seconds: float
-    runs: tuple[Run, ...]
+    runs: tuple[PieceFields, ...]
 
 
 def pack(problem: FillProblem, order: Sequence[int], num_samples: int, room: Sequence[Interval]) -> Packed:
@@ -31,7 +31,7 @@ def pack(problem: FillProblem, order: Sequence[int], num_samples: int, room: Seq
     The last interval of `room` has no end.
     """
     progress = {c: _Progress(problem, c, num_samples) for c in order if problem.components[c].layers and num_samples}
-    runs: list[Run] = []
+    runs: list[PieceFields] = []
     now = 0.0
     for start, end in room:
         if not progress:
@@ -57,7 +57,7 @@ class _Progress:
         self._layer = self._done = 0
         self.is_done = False
 
-    def advance(self, now: float, end: float, runs: list[Run]) -> float:
+    def advance(self, now: float, end: float, runs: list[PieceFields]) -> float:
         """As far as possible between `now` and `end`; returns when that is done."""
         if self._done:
             seconds = self._tables[self._layer][self._num_samples - self._done]
@@ -70,7 +70,7 @@ class _Progress:
             now = self._run(layer, self._num_samples, now, self._prefix[layer] - before, runs)
         return now if self.is_done else self._part(now, end, runs)
 
-    def _part(self, now: float, end: float, runs: list[Run]) -> float:
+    def _part(self, now: float, end: float, runs: list[PieceFields]) -> float:
         """The next layer on the most samples that fit, of those that leave some."""
         most = bisect_left(self._sizes, self._num_samples - self._done)
         seconds = self._part_seconds[self._layer]
@@ -79,7 +79,7 @@ class _Progress:
             return now
         return self._run(self._layer + 1, self._done + self._sizes[fitting - 1], now, seconds[fitting - 1], runs)
 
-    def _run(self, last_layer: int, last_sample: int, now: float, seconds: float, runs: list[Run]) -> float:
+    def _run(self, last_layer: int, last_sample: int, now: float, seconds: float, runs: list[PieceFields]) -> float:
         end = now + seconds
         runs.append((self._component, self._layer, last_layer, self._done, last_sample, now, end))
         if last_sample == self._num_samples:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import inf
 
 from passes.fill.lanes import Lane, lanes
-from passes.fill.pack import Packed, Run, pack
+from passes.fill.pack import Packed, PieceFields, pack
 from passes.fill.problem import FillProblem, Interval
 from passes.fill.result import Piece
 
@@ -127,7 +127,7 @@ def _from(room: RankRoom, released: float) -> RankRoom:
     return tuple((max(start, released), end) for start, end in room if end > released) if released else room
 
 
-def _without(room: RankRoom, runs: Sequence[Run]) -> RankRoom:
+def _without(room: RankRoom, runs: Sequence[PieceFields]) -> RankRoom:
     """What is left of the intervals beside the runs."""
     found, waiting = [], [(start, end) for *_, start, end in reversed(runs)]
     for begin, end in room:
@@ -142,6 +142,6 @@ def _without(room: RankRoom, runs: Sequence[Run]) -> RankRoom:
     return tuple(found)
 
 
-def _piece(run: Run, first_sample: int) -> Piece:
+def _piece(run: PieceFields, first_sample: int) -> Piece:
     component, first_layer, last_layer, first, last, start, end = run
     return Piece(component, first_layer, last_layer, first_sample + first, first_sample + last, start, end)

@@ -29,7 +29,7 @@ from passes.sampling.patches import Patch
 from passes.sampling.work import (
     PatchWork,
     SecondsOf,
-    Sent,
+    SentBytes,
     Tellers,
     inside_bytes,
     owners_of,
@@ -95,7 +95,7 @@ class Alike:
 
         Raises ArithmeticError of so many that it reads over both borders of the image.
         """
-        made, known, firsts = self._at(units, seconds_of), dict[object, Sent](), self.form.firsts
+        made, known, firsts = self._at(units, seconds_of), dict[object, SentBytes](), self.form.firsts
         sent = {name: sent_of(node, tellers, known) for name, node in made.nodes.items() if "exchange" in node.meta}
         key = units, *sent.values()
         if key not in self._works:

@@ -28,7 +28,7 @@ from passes.sampling.patch_graph import PatchPiece, patch_graph
 from passes.sampling.patches import Patch
 
 SecondsOf = Callable[[fx.Graph], Mapping[fx.Node, float]]
-Sent = tuple[tuple[int, int, int], ...]
+SentBytes = tuple[tuple[int, int, int], ...]
 """Source patch, target patch, bytes."""
 Tellers = Sequence[Sequence[Patch]]
 """Of every patch that tells others something what these have, itself in its place."""
@@ -40,7 +40,7 @@ class Told:
     read."""
 
     kind: str
-    sent: Sent
+    sent: SentBytes
     own_bytes: int
     seconds: float
 
@@ -122,7 +122,7 @@ def patch_work(
 
 def graph_work(plan: RowPlan, graph: fx.Graph, tellers: Tellers, seconds: Mapping[fx.Node, float]) -> PatchWork:
     """What the graph of a patch does, whose operations take these seconds."""
-    sizes, known = {node: value_bytes(node) for node in graph.nodes}, dict[object, Sent]()
+    sizes, known = {node: value_bytes(node) for node in graph.nodes}, dict[object, SentBytes]()
     sent = partial(sent_of, tellers=tellers, known=known)
     lives = Lives(owners_of(graph, plan))
     return work_of(lives, sizes, inside_bytes(graph.nodes), seconds, sent, plan.sized.result.name)
@@ -130,7 +130,7 @@ def graph_work(plan: RowPlan, graph: fx.Graph, tellers: Tellers, seconds: Mappin
 
 def work_of(
     lives: Lives, sizes: Mapping[fx.Node, int], inside: Mapping[fx.Node, int], seconds: Mapping[fx.Node, float],
-    sent: Callable[[fx.Node], Sent], result: str,
+    sent: Callable[[fx.Node], SentBytes], result: str,
 ) -> PatchWork:  # fmt: skip
     """What a graph's operations do that take these seconds and bytes, where in every exchange so much is `sent`; those
     that take no time and read nothing of others are left out. `result` is made last."""
@@ -207,7 +207,7 @@ def inside_bytes(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
     return found
 
 
-def sent_of(node: fx.Node, tellers: Tellers, known: dict[object, Sent]) -> Sent:
+def sent_of(node: fx.Node, tellers: Tellers, known: dict[object, SentBytes]) -> SentBytes:
     """What patches tell each other in an exchange."""
     exchange: Exchange = node.meta["exchange"]
     size = node.meta["val"].dtype.itemsize
