@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 import fxpipe
 from fxpipe.capture.inputs import call_of
@@ -359,6 +366,11 @@ def test_parts_that_a_user_has_read_are_taken() -> None:
 NINE: Any = range(9)
 
 
+class Reversed(SequentialSampler):
+    def __iter__(self) -> Any:
+        return reversed(range(len(self)))
+
+
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))
@@ -374,6 +386,8 @@ class Endless(IterableDataset[int]):
         (DataLoader(NINE, 3), {}, "batch_size=3: a batch has the samples of all ranks together"),
         (DataLoader(NINE, 4), {"shuffle": True}, "shuffle: a DataLoader has its own"),
         (DataLoader(NINE, 4, sampler=WeightedRandomSampler([0.5] * 9, 9)), {}, "reads by a WeightedRandomSampler"),
+        (DataLoader(NINE, 4, sampler=Reversed(NINE)), {}, "reads by a Reversed"),
+        (DataLoader(NINE, 4, sampler=SequentialSampler(range(5))), {}, "reads by a SequentialSampler"),
         (DataLoader(NINE, batch_sampler=[[0, 1], [2]]), {}, "reads by a list"),
         (DataLoader(NINE, None), {}, "reads by a NoneType"),
         (DataLoader(Endless(), 4), {}, "dataset is a Endless without a length"),
@@ -401,7 +415,8 @@ def test_what_other_trainers_have_is_told() -> None:
     engine = local(PIPELINE).engine
     with pytest.raises(AttributeError, match=r"an engine has no 'no_sync': several engine.step before"):
         engine.no_sync()
-    assert not hasattr(engine, "nothing_known")
+    with pytest.raises(AttributeError, match="object has no attribute 'nothing_known'"):
+        _ = engine.nothing_known
 
 
 def processes() -> tuple[list[float], dict[str, Tensor] | None, int]:

@@ -55,8 +55,9 @@ class EngineBase:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise AttributeError(f"an engine has no {name!r}{instead}", name=name, obj=self)
+            if name in _INSTEAD:
+                raise AttributeError(f"an engine has no {name!r}: {_INSTEAD[name]}", name=name, obj=self)
+            return object.__getattribute__(self, name)  # raises, and what a property has raised, where it is that
 
     @property
     @abstractmethod

@@ -193,9 +193,9 @@ def arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """
     _require_usable(loader.dataset, {})
     sampler = loader.sampler
-    shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
-    alike = sampler.num_samples == len(loader.dataset) if shuffled else isinstance(sampler, SequentialSampler)  # type: ignore[arg-type, attr-defined]
-    if not alike or loader.batch_size is None:
+    shuffled = type(sampler) is RandomSampler and not sampler.replacement
+    is_known = shuffled or type(sampler) is SequentialSampler  # one that is made from these has an order of its own
+    if not is_known or len(sampler) != len(loader.dataset) or loader.batch_size is None:  # type: ignore[arg-type]
         order = sampler if loader.batch_size is not None else loader.batch_sampler
         raise CompileError(
             f"the DataLoader reads by a {type(order).__name__}; which samples a rank loads follows from shuffle and "
