@@ -232,12 +232,12 @@ class SampleLowering:
 
 def _warned(plan: SamplePlan, notes: Sequence[Note], sent: Sequence[Message]) -> SamplePlan:
     """Notes of operations without a rule are warnings where what these gather is a good part of what is sent."""
-    most = _TOLD_SHARE * Traffic(tuple(sent)).total_bytes
+    total = Traffic(tuple(sent)).total_bytes
     told = dict[str, str]()
     for note in notes:
         own = sum(message.num_bytes for message in sent if message.kind == "gather" and message.value in note.values)
-        if own > most:
-            told[str(note)] = f"warning, {own / most * _TOLD_SHARE:.0%} of an exact step's traffic: {note}"
+        if own > _TOLD_SHARE * total:
+            told[str(note)] = f"warning, {own / total:.0%} of an exact step's traffic: {note}"
     return replace(plan, notes=tuple(told.get(note, note) for note in plan.notes))
 
 

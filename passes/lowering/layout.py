@@ -16,6 +16,7 @@ from fxpipe.plan.schedule import Schedule
 from passes.lowering.borders import Border
 from passes.lowering.units import CapturedUnit, Value
 from passes.step_ops.exchange import TiedGradient, closing_sends
+from passes.step_ops.sharding import summing_stage
 from passes.step_ops.turns import RankTurns, Turn
 
 Key = tuple[str, int]
@@ -126,9 +127,8 @@ def later_turns(reductions: Sequence[Reduction], schedule: Schedule, edge: int) 
             yield replace(firsts[stage], edge=next(edges), values_edge=-1, turn=turn)
 
 
-def own_parameters(layout: UnitLayout, alone: bool) -> dict[int, dict[str, int]]:
-    """Bytes, by stage with replicas, of the trained parameters whose gradients these sum: no other stage holds them,
-    or, unless it is to be `alone`, others read them on the same ranks and give none."""
+def own_parameters(layout: UnitLayout, gathered: bool) -> dict[int, dict[str, int]]:
+    """Bytes, by stage with replicas, of the trained parameters whose gradients these sum; see `summing_stage`."""
     holders: dict[str, set[int]] = {}
     givers: dict[str, set[int]] = {}
     for key in layout.units:
@@ -138,18 +138,14 @@ def own_parameters(layout: UnitLayout, alone: bool) -> dict[int, dict[str, int]]
                 holders.setdefault(name, set()).add(key[1])
             for name in border.weight_grads:
                 givers.setdefault(name, set()).add(key[1])
-    ranks_of = list(map(frozenset, layout.summing.stage_ranks))
-
-    def is_own(name: str) -> bool:
-        if alone or len(givers[name]) > 1:
-            return len(holders[name]) == 1
-        return len({ranks_of[stage] for stage in holders[name]}) == 1
-
+    ranks_of = layout.summing.stage_ranks
+    summed_by = {name: summing_stage(holders[name], of, ranks_of, gathered) for name, of in givers.items()}
     found: dict[int, dict[str, int]] = {}
     for stage, ranks in enumerate(ranks_of):
         if len(ranks) > 1:
             border = layout.border(("F", stage), 0)
-            found[stage] = {name: border.state[name].num_bytes for name in border.weight_grads if is_own(name)}
+            names = (name for name in border.weight_grads if summed_by[name] == stage)
+            found[stage] = {name: border.state[name].num_bytes for name in names}
     return found
 
 

@@ -8,9 +8,7 @@ The largest first, each to the rank that has least so far (Graham, SIAM J. Appl.
 from collections.abc import Collection, Mapping, Sequence
 from heapq import heapreplace
 
-from fxpipe.costs.block_values import Weight
 from fxpipe.plan.schedule import Schedule
-from fxpipe.plan.staged import Staged
 
 
 def owners(sizes: Mapping[int, Mapping[str, int]], stage_ranks: Sequence[Sequence[int]]) -> dict[str, int]:
@@ -37,21 +35,22 @@ def owners(sizes: Mapping[int, Mapping[str, int]], stage_ranks: Sequence[Sequenc
 
 
 def summing_stage(
-    weight: Weight, staged: Staged, stage_ranks: Sequence[Sequence[int]], giving: Collection[int]
+    holding: Collection[int], giving: Collection[int], stage_ranks: Sequence[Sequence[int]], gathered: bool
 ) -> int | None:
     """The stage whose replicas sum the gradients of a trained weight: the only one that has it, or that gives one where
     others read it on the same ranks. None where its ranks exchange them by messages.
 
     Args:
+        holding: the stages that have it.
         giving: the stages in which a gradient of it arises.
+        gathered: whether a stage gathers its weights, so that it has its own alone.
     """
-    stages = {staged.stage_of_block[block] for block in weight.blocks}
-    if len(stages) == 1:
-        return stages.pop()
-    if staged.gathered or len(giving) != 1:
+    if len(holding) == 1:
+        return next(iter(holding))
+    if gathered or len(giving) != 1:
         return None
     (stage,) = giving
-    alike = len({frozenset(stage_ranks[other]) for other in stages}) == 1
+    alike = len({frozenset(stage_ranks[other]) for other in holding}) == 1
     return stage if alike and len(stage_ranks[stage]) > 1 else None
 
 

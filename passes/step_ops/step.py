@@ -101,8 +101,11 @@ class Step:
     @cached_property
     def _summed_by(self) -> Mapping[str, int | None]:
         """The stage whose replicas sum the gradients of a trained weight, by its name."""
-        given = self.units.staged, self.stage_ranks
-        return {w.name: summing_stage(w, *given, self.giving(w)) for w in self.case.costs.weights if w.trained}
+        trained, given = (
+            (w for w in self.case.costs.weights if w.trained),
+            (self.stage_ranks, self.units.staged.gathered),
+        )
+        return {w.name: summing_stage(self.stages_of(w), self.giving(w), *given) for w in trained}
 
     def stages_of(self, weight: Weight) -> set[int]:
         """The stages that have it."""

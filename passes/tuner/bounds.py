@@ -160,8 +160,8 @@ def _summed(case: Case, staged: Staged) -> Iterator[tuple[int, tuple[int, ...], 
     """Every stage with replicas, their ranks, and the bytes of gradients that they sum."""
     own = [0] * staged.num_stages
     for weight in (weight for weight in case.costs.weights if weight.trained):
-        giving = {staged.stage_of_block[block] for block in weight.gives}
-        stage = summing_stage(weight, staged, staged.stage_ranks, giving)
+        holding, giving = ({staged.stage_of_block[block] for block in of} for of in (weight.blocks, weight.gives))
+        stage = summing_stage(holding, giving, staged.stage_ranks, staged.gathered)
         if stage is not None:
             own[stage] += weight.num_bytes
     for stage, (ranks, size) in enumerate(zip(staged.stage_ranks, own, strict=True)):
