@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.errors import ValuesError
+from fxpipe.errors import CaptureError, ValuesError
 from tests.steps import batch, exact
 
 
@@ -127,6 +127,12 @@ def broadcast(s: Loss, h: Tensor, y: Tensor) -> Tensor:
 )
 def test_what_masks_choose_is_computed_at_all_places(of: Callable[..., Tensor]) -> None:
     exact(Loss(of), batch(5), microbatches=2)
+
+
+def test_a_mask_that_is_made_twice_for_one_choice_is_to_be_made_once() -> None:
+    model = Loss(lambda s, h, y: h[y[:, 0] > 0, (y > 0).sum(1).remainder(4)[y[:, 0] > 0]].mean())
+    with pytest.raises(CaptureError, match="make the mask once: known = y > 0"):
+        fxpipe.compile(model, 2, example_inputs=batch(4))
 
 
 def test_what_masks_choose_in_an_autocast_has_the_type_that_it_has_there() -> None:

@@ -312,6 +312,7 @@ def _trace(
 
 _READ, _KEPT = "fxpipe.read", "fxpipe.kept"
 
+_OF_MASKS = "; where masks choose together, make the mask once: known = y > 0, then scores[known, labels[known]]"
 _OF_KEYS = (
     "; it takes as a key, or into a set, a size or a number read from a tensor, which the trace does not know: compare "
     "it with others, or keep it a tensor"
@@ -360,7 +361,7 @@ def _traced_once(
             reason = next(iter(str(error).strip().splitlines()), "")
             by_key = isinstance(error, TypeError) and reason.endswith("SymInt")
             kind = _FailedByValue if by_key or (read is not None and read.unknown) else _Failed
-            hint = _OF_KEYS if by_key else ""
+            hint = _OF_KEYS if by_key else _OF_MASKS if "Pending unbacked symbols" in reason else ""
             told = f"{_where(trail)}: forward fails{_line(error)}: {type(error).__name__}: {reason}{hint}"
             if "not tracked with proxy" in reason:
                 told = f"{_where(trail)}: {_LOST}{_line(error)}"

@@ -205,7 +205,7 @@ def tell_unusable(counts: Sequence[tuple[float, int]]) -> None:
     if unusable > 0:
         _log.log(
             logging.WARNING if unusable > _MUCH else logging.INFO,
-            "norms='corrected': %.2g %% of a call's displaced moments are used as norms='merged' has them, as their "
+            "norms='corrected': %.3g %% of a call's displaced moments are used as norms='merged' has them, as their "
             "corrected variances fall too far; more warm-up steps, or norms='sync', come nearer to one device",
             100 * unusable,
         )
