@@ -110,7 +110,7 @@ class Lockstep:
             return now[index]
         if self.norms == "merged":
             return row_ops.merge_moments(latest, counts)
-        return displaced_ops.corrected_moments(latest, [old[index]], [index], counts)
+        return displaced_ops.corrected(latest, [old[index]], [index], counts)[0]
 
     def _advanced(self, node: fx.Node, index: int, now: Sequence[Tensor]) -> list[Tensor]:
         key = node.meta["exchange"].key

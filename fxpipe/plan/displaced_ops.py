@@ -66,13 +66,6 @@ def held(values: Sequence[object]) -> None:
     """What crosses to the next step: there to the end of this one, whether that reads it or not."""
 
 
-def corrected_moments(
-    latest: Sequence[torch.Tensor], before: Sequence[torch.Tensor], fresh: Sequence[int], counts: Sequence[int]
-) -> torch.Tensor:
-    """What is `corrected`: the moments [2, samples, groups] alone."""
-    return corrected(latest, before, fresh, counts)[0]
-
-
 def corrected(
     latest: Sequence[torch.Tensor], before: Sequence[torch.Tensor], fresh: Sequence[int], counts: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -56,7 +56,7 @@ class LayoutCosts:
             return 0.0
         part, counts = of_bytes(own_bytes).view(2, 1, -1), [1] * num_patches
         parts, fresh = [part] * num_patches, [*range(num_fresh)]
-        corrected = self.own(displaced_ops.corrected_moments, parts, parts[:num_fresh], fresh, counts)
+        corrected = self.own(displaced_ops.corrected, parts, parts[:num_fresh], fresh, counts)
         return corrected - self.own(row_ops.merge_moments, parts, counts)
 
     def watched(self, seconds: float, steps: int) -> float:
