@@ -384,7 +384,7 @@ class Endless(IterableDataset[int]):
         (range(9), {"batch_size": 2}, "batch_size=2: a batch has the samples of all ranks together, .* for 4"),
         (range(3), {"drop_last": True}, "3 samples, fewer than a batch of 4"),
         (DataLoader(NINE, 3), {}, "batch_size=3: a batch has the samples of all ranks together"),
-        (DataLoader(NINE, 4), {"shuffle": True}, "shuffle: a DataLoader has its own"),
+        (DataLoader(NINE, 4), {"shuffle": True, "num_workers": 0}, "shuffle, num_workers: a DataLoader has its own"),
         (DataLoader(NINE, 4, sampler=WeightedRandomSampler([0.5] * 9, 9)), {}, "reads by a WeightedRandomSampler"),
         (DataLoader(NINE, 4, sampler=Reversed(NINE)), {}, "reads by a Reversed"),
         (DataLoader(NINE, 4, sampler=SequentialSampler(range(5))), {}, "reads by a SequentialSampler"),

@@ -52,8 +52,8 @@ class EngineData(EngineBase):
                 too small for the graph that was compiled.
         """
         if isinstance(dataset, DataLoader):
-            of_loader = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, **options}
-            if given := [name for name, value in of_loader.items() if value]:
+            of_loader = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
+            if given := [*(name for name, value in of_loader.items() if value), *options]:
                 raise CompileError(f"{', '.join(given)}: a DataLoader has its own; leave it out, or give its dataset")
             return self.dataloader(seed=seed, **arguments_of(dataset))
         size = self._plan.batch_size
