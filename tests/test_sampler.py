@@ -395,6 +395,26 @@ def test_so_is_that_of_scores_that_are_held(layout: dict[str, Any]) -> None:
     assert sampler.plan.expects.memory_bytes == pytest.approx(most, rel=0.1)
 
 
+class Attending(torch.nn.Module):
+    """Layers that tell more than any of them computes with."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(2).mT.contiguous()
+        for _ in range(8):
+            query, key = (one.unflatten(2, (2, 2)).transpose(1, 2) for one in (tokens, tokens.cos()))
+            attended = torch.nn.functional.scaled_dot_product_attention(query, key, key)
+            tokens = tokens + attended.transpose(1, 2).flatten(2)
+        return tokens.mT.reshape(x.shape)
+
+
+def test_so_is_that_of_what_is_told_last() -> None:
+    """What leaves at a step's end is there with what it is made of."""
+    how: dict[str, Any] = {"patches": 2, "mode": "displaced", "warmup": 1, "advance": False}
+    sampler = fxpipe.compile_sampler(Attending(), 2, example={"x": torch.zeros(2, 4, 24, 8)}, sample={"x": 2}, **how)
+    assert sampler.plan.expects is not None
+    assert sampler.plan.expects.memory_bytes == pytest.approx(require_predicted(sampler, False), rel=0.1)
+
+
 def require_predicted(sampler: fxpipe.Sampler, keeps_sent: bool, steps: int = 3) -> int:
     """The most bytes on any rank, each of which has as many as are predicted."""
     args, kwargs = sampler.example
@@ -412,7 +432,7 @@ def require_predicted(sampler: fxpipe.Sampler, keeps_sent: bool, steps: int = 3)
         run.reset()
         return live.peak
 
-    found = run_ranks(3, rank)
+    found = run_ranks(sampler.plan.world_size, rank)
     timeline = sampler.simulate(steps, cluster="3xCPU" if keeps_sent else None)
     for measured, predicted in zip(found, timeline.memory, strict=True):
         assert measured == pytest.approx(predicted.peak_bytes, rel=0.01)

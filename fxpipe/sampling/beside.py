@@ -158,14 +158,16 @@ class Beside(LayoutCosts):
         all_held = [work.held_bytes(frozenset(work.owners.values())) for work in works.values()]
         held, weights = max(map(sum, all_held)), max(of_weights for of_weights, _ in all_held)
         received = received_bytes(self.told)
-        held += self.inputs_bytes() + self.case.kept_bytes(self.size)
+        of_all = self.inputs_bytes() + self.case.kept_bytes(self.size)
+        held += of_all
         if how.mode == "exact":
             return Pace(first, (exact,) * steps, received, held, weights)
         warm, crossing = min(how.warmup, steps), [self._crossing(patch) for patch in works]
         exact += max(sum(self._packed(told)) for told in crossing)
-        caches = max(map(self._cached_bytes, crossing))
+        held += max(map(self._cached_bytes, crossing))
+        held = max(held, weights + of_all + max(map(self._ending_bytes, works)))
         seconds = (exact,) * warm + (*self._displaced(steps - warm),)
-        return Pace(first, seconds, received, held + caches, weights)
+        return Pace(first, seconds, received, held, weights)
 
     def _displaced(self, steps: int) -> Iterator[float]:
         """Seconds of each of so many steps after an exact one; from the third on they are alike."""
@@ -205,10 +207,25 @@ class Beside(LayoutCosts):
         return self.crosses(told) and (told.kind != "moments" or self.made.how.norms != "separate")
 
     def _cached_bytes(self, crossing: Sequence[Told]) -> int:
-        """Of what others have told, and what of it is moved on; of a halo a patch tells about as much as it is told."""
-        advance, values = self.made.how.advance, [told for told in crossing if told.kind != "moments"]
-        own = sum(told.received_bytes if told.kind == "halo" else told.own_bytes for told in values)
-        return sum(told.received_bytes for told in crossing) * (2 + advance) + 2 * own * advance
+        """Of what others have told, of two steps, and what of it is moved on."""
+        return sum(told.received_bytes for told in crossing) + self._carried_bytes(crossing)
+
+    def _carried_bytes(self, crossing: Sequence[Told]) -> int:
+        """Of what crosses to the next step."""
+        advance, own = self.made.how.advance, sum(_own_bytes(told) for told in crossing if told.kind != "moments")
+        return sum(told.received_bytes for told in crossing) * (1 + advance) + 2 * own * advance
+
+    def _ending_bytes(self, patch: int) -> int:
+        """At a step's end, when the bucket that leaves last is packed: what crosses, what goes into that, and this as
+        it is made, of which its members may have to be copied first."""
+        crossing, sent = self._crossing(patch), dict[tuple[int, bool], list[tuple[Told, int]]]()
+        for told in crossing:
+            for src, dst, size in told.sent:
+                if src == patch:
+                    sent.setdefault((dst, told.kind == "moments"), []).append((told, size))
+        late = ([*filled(members, lambda member: member[-1])][-1] for members in sent.values())
+        packed = (sum(_own_bytes(told) + 2 * size for told, size in bucket) for bucket in late)
+        return self._carried_bytes(crossing) + max(packed, default=0)
 
     def _packed(self, crossing: Sequence[Told]) -> Iterator[float]:
         """Seconds to put what goes to every other patch into buckets, and to send these."""
@@ -250,6 +267,11 @@ class Beside(LayoutCosts):
 
 def _free(item: Item) -> Item:
     return Item(item.name, 0.0, item.told, item.reads)
+
+
+def _own_bytes(told: Told) -> int:
+    """Of what a patch tells; of a halo about as much as it is told."""
+    return told.received_bytes if told.kind == "halo" else told.own_bytes
 
 
 def at_speed(item: Item, speed: float) -> Item:
