@@ -159,6 +159,11 @@ def test_numbers_of_what_a_mask_chooses_are_outputs_and_its_entries_are_none() -
     assert list(program.costed.captured.outputs) == ["mean"]
 
 
+def test_sizes_that_values_have_without_a_mask_are_refused() -> None:
+    with pytest.raises(fxpipe.CaptureError, match="depends on what a tensor holds"):
+        exact(Loss(lambda s, h, y: h.mean() * torch.stack([y.unique(), y.unique()]).sum()), batch(5), microbatches=2)
+
+
 @pytest.mark.parametrize(
     "of",
     [
