@@ -163,7 +163,7 @@ class _Rewriter:
     def _number_of_place(self, node: fx.Node) -> None:
         """One of the results of `where(mask)`, or the one column of `nonzero(mask)`, or how many there are."""
         source: Any = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or source.target not in _NONZERO or _is_of_values(source.args[0]):
+        if getattr(source, "target", None) not in _NONZERO or _is_of_values(source.args[0]):
             raise _Unknown
         if node.target is operator.getitem:
             self._start(node, source.args[0], 0, cast(int, node.args[1]))
