@@ -20,12 +20,11 @@ from fxpipe.run.averages import watch_averages
 from fxpipe.run.host_states import put_back
 
 _INSTEAD = {
-    "accumulate": "several engine.step before optimizer.step() add up their gradients",
+    **dict.fromkeys(("accumulate", "no_sync"), "several engine.step before optimizer.step() add up their gradients"),
     "backward": "engine.step(batch) is forward and backward",
     "gather": "every rank has the whole batch's loss, and engine.gather_outputs() what forward returns beside it",
     "lr_scheduler": "torch's own over the optimizer, stepped in the loop, is as on one device",
     "materialize": "program.engine(weights=...) reads this rank's share of a model on the meta device from files",
-    "no_sync": "several engine.step before optimizer.step() add up their gradients",
     "prepare": "optimizers, schedulers and averages stay as they are; engine.dataloader takes a dataset or DataLoader",
     "sampler": "engine.dataloader(dataset) reads a rank's samples; engine.samples() says which of a batch they are",
     "zero_grad": "optimizer.zero_grad() is as on one device",

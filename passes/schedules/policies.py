@@ -75,9 +75,8 @@ POLICIES = {
         Policy("wave", stages_per_rank=(2,), folds=True, automatic=True),
         Policy("hanayo", OrderRule(capped=True), (2,), folds=True),
         Policy("zb-h1", OrderRule(split=True), (1, 2), folds_pairs=True),
-        Policy(
-            "zero-bubble", OrderRule(split=True), (1, 2), folds_pairs=True, automatic=True
-        ),  # by the name of its idea
+        # By the name of its idea.
+        Policy("zero-bubble", OrderRule(split=True), (1, 2), folds_pairs=True, automatic=True),
         Policy("zb-v", OrderRule(split=True, repeated=True), (2,), folds=True),
         # DiffusionPipe (Tian et al., MLSys 2024), section 4.2
         Policy("bidirectional", stages_per_rank=(2,), reverses=True, automatic=True),
