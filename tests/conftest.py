@@ -2,6 +2,7 @@
 which are left out of everyday runs: further models of what others show, in long.txt, run by `pytest --long`."""
 
 import gc
+import logging
 import os
 import sys
 import tempfile
@@ -60,6 +61,13 @@ def no_files_of_others() -> Iterator[None]:
     for name in [*sys.modules] if len(sys.modules) != before else ():
         if name.startswith("model_file_"):
             del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def logs_of_others() -> Iterator[None]:
+    """The command line turns logs off for its process, which is that of the tests that follow."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture
