@@ -1,12 +1,15 @@
 """The command line: what it prints, and one line with exit code 2 for wrong input."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import typer
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -14,6 +17,7 @@ import fxpipe
 from fxpipe.cli import app
 from fxpipe.cli.sampling import _grid
 from fxpipe.errors import CompileError
+from tests.distributed import ROOT
 
 TOY = str(Path(__file__).parent / "toy_model.py")
 
@@ -263,3 +267,20 @@ def test_python_dash_m_fails_without_a_traceback() -> None:
     assert ended.returncode == 2
     assert ended.stderr.startswith("fxpipe: no file /nowhere/plan.txt")
     assert ended.stderr.count("\n") == 1
+
+
+def told_commands() -> list[str]:
+    """Those that README.md and the guides give as lines, or in words with a model."""
+    text = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
+    lines = [line for block in re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S) for line in block.splitlines()]
+    words = [" ".join(found.split()) for found in re.findall(r"`((?:fxpipe|torchrun)\s[^`]*(?:MODEL|:)[^`]*)`", text)]
+    return [found[0] for line in lines + words if (found := re.search(r"^fxpipe .*|(?<=-m )fxpipe .*", line))]
+
+
+@pytest.mark.parametrize("line", told_commands())
+def test_commands_that_are_told_are_taken(line: str) -> None:
+    group: Any = typer.main.get_command(app)
+    for command in group.commands.values():
+        command.callback = None
+    with pytest.raises(SystemExit, match="0"):
+        group.main(line.split()[1:])
