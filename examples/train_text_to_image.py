@@ -125,12 +125,15 @@ def main() -> None:
     log = Log(options.output_dir)
     total = options.max_train_steps * options.gradient_accumulation_steps
     live = engine.live(total, every=options.gradient_accumulation_steps)
+    losses = []
     for batch, following in islice(pairs(loader), max(0, total - engine.step_index)):
         loss = engine.step(batch, following, scaler)  # the next batch is encoded in this step's idle time
         live(loss)
+        losses.append(loss)
         update, left = divmod(engine.step_index, options.gradient_accumulation_steps)
         if left:
             continue
+        mean, losses = torch.stack(losses).mean(), []
         scaler.unscale_(optimizer)
         for parameter in engine.parameters():
             if parameter.grad is not None:
@@ -149,7 +152,7 @@ def main() -> None:
         optimizer.zero_grad()
         if average is not None:
             average.step(weights)
-        log(update, {"loss": float(loss), "gradient norm": float(norm), "learning rate": schedule.get_last_lr()[0]})
+        log(update, {"loss": float(mean), "gradient norm": float(norm), "learning rate": schedule.get_last_lr()[0]})
         if update % options.checkpointing_steps == 0:
             engine.save(saved, optimizer, **run, trainable_only=True, asynchronous=True)
         if options.validation_steps and update % options.validation_steps == 0 and update < options.max_train_steps:

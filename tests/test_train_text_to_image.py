@@ -13,6 +13,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from examples.captioned_images import CaptionedImages
+from fxpipe.run.local_engine import LocalEngine
 from tests.distributed import ROOT, run_processes
 
 OPTIONS = (
@@ -37,7 +38,15 @@ def test_a_run_goes_on_under_torchrun(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(sys, "argv", sys.argv)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    start(str(whole))
+    of_batches, step = list[float](), LocalEngine.step
+
+    def seen(*given: Any) -> Any:
+        of_batches.append(float(loss := step(*given)))
+        return loss
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalEngine, "step", seen)
+        start(str(whole))
     assert [path.name for path in (whole / "checkpoints").iterdir()] == ["step-4"]
     with Image.open(whole / "samples-3.png") as samples:
         assert samples.size == (4 * 32, 32)
@@ -45,6 +54,7 @@ def test_a_run_goes_on_under_torchrun(tmp_path: Path, monkeypatch: pytest.Monkey
     run_processes(2, start, str(resumed), "--resume")
     found, wanted = losses(resumed), losses(whole)
     assert list(wanted) == [1, 2, 3]
+    assert wanted[1]["loss"] == pytest.approx(sum(of_batches[:2]) / 2)
     assert list(found) == [3]
     assert found[3] == pytest.approx(wanted[3], rel=1e-4)
     one, other = (StableDiffusionPipeline.from_pretrained(run / "pipeline").unet for run in (whole, resumed))
