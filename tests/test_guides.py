@@ -11,7 +11,7 @@ from tests.distributed import ROOT
 
 SESSION = ("accelerate", "plans", "layouts", "checkpoints")
 ALONE = ("lora", "buckets", "sampling")
-PROSE = ("index", "data", "precision", "torchrun", "when-not")
+PROSE = ("index", "data", "precision", "torchrun", "when-not", "limits")
 
 
 def run(name: str, names: dict[str, Any]) -> None:
