@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from cost_models.devices import device
-from fxpipe.cluster import Cluster
+from fxpipe.cluster import Cluster, Level
+from fxpipe.cluster.links import Link
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import EXACT, How, SamplePlan
 from fxpipe.sampler import Sampler
@@ -118,11 +119,23 @@ def test_estimates_of_stages_see_every_patch_of_uneven_bounds(name: str, bounds:
     assert told.memory_bytes >= max(timeline.peak_bytes)
 
 
+@pytest.mark.parametrize("patches", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_patch_goes_on_when_all_its_samples_are_predicted(name: str) -> None:
-    made = compiled(name, stages=2, cfg=1, patches=2, mode="displaced")
+def test_a_patch_goes_on_when_all_its_samples_are_predicted(name: str, patches: int) -> None:
+    """Where there is a single one, so does a step."""
+    made = compiled(name, 2 * patches, stages=2, cfg=1, patches=patches, mode="displaced")
     assert made.plan.expects is not None
     assert made.plan.expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.06)
+
+
+def test_patches_in_turn_may_be_of_any_number() -> None:
+    """Here latency takes a third of a step: four follow each other too slowly, of two each ends too late."""
+    wire = Cluster("A100-80GB", (Level(4, Link("slow", 1e9, 3e-4)),))
+    case, request, setting = asked(compiled("DiT", mode="displaced"))
+    found = ranked(case, request, replace(setting, cluster=wire, steps=20))
+    seconds = {one.request.patches: one.seconds for one in found.candidates if one.request.cfg == 2 and one.found}
+    assert found.best.request.patches == 3
+    assert 1.05 * seconds[3] < min(seconds[2], seconds[4])
 
 
 def asked(made: Sampler) -> tuple[SampleCase, SampleRequest, Setting]:
@@ -344,7 +357,7 @@ def test_patches_that_another_size_has_no_units_for_are_looked_at() -> None:
     other = SampleCase(lowering.tracing.resized(case.traced, (), call), 2, case.cost_model)
     found, anew = ranked(other, request, setting), ranked(other, request, setting, anew=True)
     assert found.narrowed
-    assert {one.request.num_patches for one in found.candidates} == {4, 8, 10}
+    assert {one.request.num_patches for one in found.candidates} == {4, 6, 8, 10}  # 6 lie between
     assert found.best.made == anew.best.made
 
 

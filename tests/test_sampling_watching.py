@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.cluster import Cluster
+from fxpipe.cluster import Cluster, Level
+from fxpipe.cluster.links import Link
 from fxpipe.errors import CompileError
 from fxpipe.plan.sample_plan import SamplePlan
 from fxpipe.sampler import Sampler
@@ -67,6 +68,17 @@ def test_what_is_shown_over_a_slow_wire_is_in_the_estimate(world_size: int, spee
     assert made.plan.watching > 0
     assert made.plan.expects is not None
     assert made.plan.expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.05)
+
+
+def test_predictions_of_short_steps_follow_each_other_to_who_watches() -> None:
+    """One after the other, latency and all; and who watches has what the first rank has, with the slowest group."""
+    for samples, speeds, latency in ((1, (1.0, 0.01), 1e-4), (2, (0.7, 1.0, 0.1), 1e-4)):
+        wire = Cluster("A100-80GB", (Level(len(speeds), Link("far", 1e10, latency)),), speeds)
+        given = {"x": noise(samples, 3, 16, 8), "text": noise(samples, 5, 8)}
+        made = compiled("DiT", len(speeds), example=given, cluster=wire, cost_model=replace(DEVICE, peak_flops=1e11))
+        assert made.plan.watching == 1
+        assert made.plan.expects is not None
+        assert made.plan.expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.02)
 
 
 def test_devices_that_are_a_little_slower_make_the_same_behind_a_slow_wire() -> None:

@@ -4,7 +4,7 @@ fresh      recv a; wait a; carries done(a)            step 0: recv a; wait a
 displaced  b = take; wait b; recv b, which it carries  step 1: wait done(a); recv b   step 2: wait b; recv b'   ...
 
 A prediction that comes in patches is waited for in the next step: each patch where that reads the same patch of an
-input, all others at its end.
+input, all others at its end; a single one before anything else.
 """
 
 from collections import defaultdict
@@ -82,6 +82,8 @@ def unrolled(program: SampleProgram, sequence: Sequence[str], num_edges: int, wh
     for step, form in enumerate(sequence):
         env: defaultdict[fx.Node, fx.Node] = defaultdict(lambda: value)
         nodes = program.forms[form].graph.nodes
+        if len(coming) == 1:
+            _arrive(graph, coming)
         for node in nodes:
             if node.target is own_rows:
                 _arrive(graph, coming[node.args[1] : node.args[1] + 1])

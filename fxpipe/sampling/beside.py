@@ -60,7 +60,7 @@ def estimated(case: SampleCase, made: Choices, cluster: Cluster, steps: int, spe
             before, ends = max(begun), [at + own.steps[step] for at, own in zip(begun, groups, strict=True)]
             begun = [at + joined for at in _with_others(ends, shown)]
             fresh = fresh if step else max(fresh, max(begun) - before)
-        seconds = max(seconds, *(begun if copy else [layout.watched(max(begun), steps)]))  # the first one shows
+        seconds = max(seconds, *begun, 0.0 if copy else layout.watched(begun[0], steps))  # the first one shows
         of_others = (own.received_bytes + sum(results) - size for own, size in zip(groups, results, strict=True))
         received = max(received, *of_others)
     fullest = max(known.values(), key=lambda one: one.held_bytes)

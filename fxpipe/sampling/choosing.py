@@ -94,7 +94,8 @@ def ranked(case: SampleCase, request: SampleRequest, setting: Setting, anew: boo
 
 
 def _ranked(case: SampleCase, request: SampleRequest, setting: Setting, looked_at: Sequence[SampleCandidate]) -> Ranked:
-    found = _warmed(case, looked_at, setting)
+    warmed = _warmed(case, looked_at, setting)
+    found = _warmed(case, [*looked_at, *_between(case, request, setting, warmed)], setting)
     if not any(one.found for one in found):
         chosen(case, request)  # says what is wrong with what was asked for
         raise CompileError("; ".join(dict.fromkeys(one.why for one in found)) or "there is no layout")
@@ -105,6 +106,22 @@ def _ranked(case: SampleCase, request: SampleRequest, setting: Setting, looked_a
     best = _best([*filter(_fits, order)], alone)
     others = (one for one in order if one is not best)
     return Ranked((best, *others), case.num_samples, alone, setting, request.how)
+
+
+def _between(
+    case: SampleCase, request: SampleRequest, setting: Setting, found: Sequence[SampleCandidate]
+) -> list[SampleCandidate]:
+    """Patches in turn of a number between those that are looked at, where the best of these are about the best."""
+    limit = _limit(case, setting)
+    fits = sorted((one for one in found if one.found and one.found.memory_bytes <= limit), key=attrgetter("seconds"))
+    best = next((one for one in fits if one.request.in_turn and one.seconds <= _FAR * fits[0].seconds), None)
+    if best is None or best.made is None or request.patches is not None:
+        return []
+    grid, own = best.made.grid, case.of(best.requests * case.num_samples)
+    turns = [turns for turns in (grid.turns * 3 // 4, grid.turns * 3 // 2) if turns > 1]
+    others = [replace(best.request, patches=grid.patches * times) for times in turns]
+    looked = [_looked_at(own, one, setting, best.requests, found) for one in others]
+    return [one for one in looked if one is not None]
 
 
 def _told(there: Ranked, most: float) -> dict[object, str | None]:

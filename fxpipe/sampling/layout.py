@@ -64,7 +64,7 @@ class LayoutCosts:
         if not self.made.watching:
             return seconds
         shown = self.links.to_watching(self.result_bytes(self.case.num_samples), self.made.watching)
-        return max(seconds, seconds / steps + (steps - 1) * shown.seconds) + shown.until_there
+        return max(seconds, seconds / steps + (steps - 1) * shown.until_there) + shown.until_there
 
     def inputs_bytes(self) -> int:
         """Of the whole call; those that tell whether conditions have changed are there twice."""
