@@ -177,3 +177,14 @@ def test_states_leave_the_device_only_where_nothing_fits_otherwise(schedule: str
         plan(memory_limit=limit, offload_optimizer=False)
     with pytest.raises(fxpipe.CompileError, match="memory_limit"):
         plan(memory_limit=there // 2)
+
+
+def test_a_cpus_states_go_nowhere_else() -> None:
+    asked: dict[str, Any] = LINE | {"cluster": "2xCPU", "recompute": False}
+
+    def tightened(limit: int) -> fxpipe.Plan:
+        made = program(Adapted(), 2, ROWS[0], asked | {"memory_limit": limit}).plan
+        return made if made.staged.offloaded else tightened(int(0.9 * limit))
+
+    with pytest.raises(fxpipe.CompileError, match="no plan fits into memory_limit"):
+        tightened(max(program(Adapted(), 2, ROWS[0], asked).simulate().peak_bytes))

@@ -95,9 +95,14 @@ class Cluster:
         return sum(level.size > 1 and size < world_size for level, size in zip(self.levels, inner, strict=False))
 
     @property
+    def is_host(self) -> bool:
+        """Whether its devices are CPUs, whose memory is the host's."""
+        return self.device.upper() == "CPU"
+
+    @property
     def keeps_sent(self) -> bool:
         """Whether what is sent stays to the end of the step: gloo, of CPUs, does not tell when a message arrived."""
-        return self.device.upper() == "CPU"
+        return self.is_host
 
     @cached_property
     def routes(self) -> dict[tuple[int, int], tuple[Link, tuple[network.Port, ...]]]:

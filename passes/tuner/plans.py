@@ -63,12 +63,12 @@ def make_plan(case: Case, request: Request, device_bytes: int | None) -> Plan:
 
 
 def _thrifty(case: Case, request: Request) -> Plan:
-    """With the optimizer's states on the host where nothing fits otherwise."""
+    """With the optimizer's states on the host where nothing fits otherwise, and a device's memory is another."""
     make = _given if isinstance(request.schedule, Schedule) else _tuned
     try:
         return make(case, request)
     except NothingFits:
-        if request.offload_optimizer is not None:
+        if request.offload_optimizer is not None or case.cluster.is_host:
             raise
         plan = make(case, replace(request, offload_optimizer=True))
         limit = human_bytes(case.limit_bytes or 0)
