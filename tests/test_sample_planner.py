@@ -128,6 +128,14 @@ def test_a_patch_goes_on_when_all_its_samples_are_predicted(name: str, patches: 
     assert made.plan.expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.06)
 
 
+def test_every_stage_of_a_group_is_told_what_others_predict() -> None:
+    """Over one bus between nodes of a group each."""
+    levels = Level(2, Link("inside", 1e10, 1e-5)), Level(2, Link("bus", 1e7, 1e-5, duplex=False, shared=True))
+    made = compiled("DiT", cfg=2, stages=2, cluster=Cluster("A100-80GB", levels))
+    assert made.plan.expects is not None
+    assert made.plan.expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.03)
+
+
 def test_patches_in_turn_may_be_of_any_number() -> None:
     """Here latency takes a third of a step: four follow each other too slowly, of two each ends too late."""
     wire = Cluster("A100-80GB", (Level(4, Link("slow", 1e9, 3e-4)),))

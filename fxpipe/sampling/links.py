@@ -90,7 +90,8 @@ class Links:
         groups, patches, rank = range(self.grid.groups), range(self.grid.patches), self.grid.rank
         told = [(a, b) for a in groups for b in groups if a != b]
         if len(set(sizes)) == 1:  # all end at once
-            way = self._at_once((rank(a, 0, patch), rank(b, 0, patch), sizes[0]) for a, b in told for patch in patches)
+            places = [(column, patch) for column in range(self.grid.stages) for patch in patches]
+            way = self._at_once((rank(a, *place), rank(b, *place), sizes[0]) for a, b in told for place in places)
             return [way.until_there] * len(sizes)
         ends = self.cluster.concurrent_seconds([(rank(a, 0, 0), rank(b, 0, 0), sizes[a]) for a, b in told])
         return [max(end for end, (source, _) in zip(ends, told, strict=True) if source == group) for group in groups]
