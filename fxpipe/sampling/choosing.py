@@ -82,20 +82,21 @@ def ranked(case: SampleCase, request: SampleRequest, setting: Setting, anew: boo
     near = min(others, key=lambda one: one.times(shape), default=None)
     if near is not None and (times := near.times(shape)) <= _NEAR:
         with suppress(CompileError):
-            looked_at = _narrowed(case, request, setting, _told(near.ranked, min(sqrt(times), _FAR)))
+            looked_at = _narrowed(case, request, setting, near.ranked, _told(near.ranked, min(sqrt(times), _FAR)))
             narrowed = replace(_ranked(case, request, setting, looked_at), narrowed=True)
             fitted = {_way(one.request, one.requests) for one in filter(_fits, near.ranked.candidates)}
             too_large = (one for one in narrowed.candidates if one.found and one.why)
             if not any(_way(one.request, one.requests) in fitted for one in too_large):
                 return narrowed
-    found = _ranked(case, request, setting, _found(case, request, setting))
+    looked_at = _found(case, request, setting)
+    looked_at += _between(case, request, setting, _warmed(case, looked_at, setting))
+    found = _ranked(case, request, setting, looked_at)
     known.append(_Known(shape, asked, found))
     return found
 
 
 def _ranked(case: SampleCase, request: SampleRequest, setting: Setting, looked_at: Sequence[SampleCandidate]) -> Ranked:
-    warmed = _warmed(case, looked_at, setting)
-    found = _warmed(case, [*looked_at, *_between(case, request, setting, warmed)], setting)
+    found = _warmed(case, looked_at, setting)
     if not any(one.found for one in found):
         chosen(case, request)  # says what is wrong with what was asked for
         raise CompileError("; ".join(dict.fromkeys(one.why for one in found)) or "there is no layout")
@@ -163,13 +164,15 @@ def _way(way: SampleRequest, requests: int) -> object:
 
 
 def _narrowed(
-    case: SampleCase, request: SampleRequest, setting: Setting, told: Mapping[object, str | None]
+    case: SampleCase, request: SampleRequest, setting: Setting, there: Ranked, told: Mapping[object, str | None]
 ) -> list[SampleCandidate]:
     """All candidates; those of which another call has `told` why are not looked at. Of some it knows nothing, as where
     it has too few units."""
     found, open_ones = list[SampleCandidate](), list[tuple[bool, int, SampleCase, SampleRequest]]()
     for requests, of_requests in _joined(case, request, setting):
-        for way in ways(of_requests, request, setting):
+        own = {_way(way, requests): way for way in ways(of_requests, request, setting)}
+        between = (one.request for one in there.candidates if one.requests == requests and one.found)
+        for way in (own | {_way(way, requests): way for way in between}).values():
             if why := told.get(key := _way(way, requests)):
                 found.append(SampleCandidate(way, requests, why=why))
             elif key in told or _way(replace(way, fold=False), requests) not in told:  # else it has nothing to fold
