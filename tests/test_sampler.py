@@ -368,14 +368,19 @@ class OwnSends(OwnBuffers):
 @pytest.mark.parametrize("mode", ["exact", "displaced"])
 def test_memory_is_predicted(mode: Any, keeps_sent: bool, pipe: StableDiffusionPipeline) -> None:
     """Against the bytes that are really alive on every rank."""
-    sampler = fxpipe.compile_sampler(pipe, 3, example=call(4, 64, 48), patches=3, mode=mode, warmup=1, advance=False)
-    require_predicted(sampler, keeps_sent)
+    how: dict[str, Any] = {"mode": mode, "warmup": 1, "advance": False, "cluster": "3xCPU" if keeps_sent else None}
+    sampler = fxpipe.compile_sampler(pipe, 3, example=call(4, 64, 48), patches=3, **how)
+    most = require_predicted(sampler, keeps_sent)
+    assert sampler.plan.expects is not None
+    assert sampler.plan.expects.memory_bytes == pytest.approx(most, rel=0.05)
 
 
 def test_so_is_that_of_what_a_last_step_carries_for_nobody(pipe: StableDiffusionPipeline) -> None:
     sampler = fxpipe.compile_sampler(pipe, 3, example=call(2, 64, 48), patches=3, mode="displaced", warmup=2)
     for steps in (1, 2, 3):
-        require_predicted(sampler, False, steps)
+        most = require_predicted(sampler, False, steps)
+    assert sampler.plan.expects is not None
+    assert sampler.plan.expects.memory_bytes == pytest.approx(most, rel=0.05)
 
 
 class Headless(torch.nn.Module):

@@ -1,6 +1,7 @@
 """What results hold at once: by hand, and on backbones by walking each graph value by value."""
 
 import operator
+from collections.abc import Mapping
 from itertools import pairwise
 
 import pytest
@@ -60,9 +61,15 @@ def _most(work: PatchWork, names: frozenset[str]) -> int:
         later = nodes[place:]
         needed = {bases[one] for one in later} | {bases.get(read) for one in later for read in one.all_input_nodes}
         held = sum(work.sizes[made] for made in nodes[: place + 1] if made in needed)
-        comes = "exchange" in node.meta and node.meta["exchange"].kind != "ring" and bases[node] is node
-        found.append(held + comes * work.sizes[node] + _scores(node))
+        found.append(held + _coming(node, work.sizes) + _scores(node))
     return max(found, default=0)
+
+
+def _coming(node: fx.Node, sizes: Mapping[fx.Node, int]) -> int:
+    """Of an exchange what comes of others, which is there beside the whole."""
+    kind = node.meta["exchange"].kind if "exchange" in node.meta else "ring"
+    own = sizes[node.all_input_nodes[0]] if kind in ("gather", "halo", "prediction") else 0
+    return 0 if kind == "ring" else sizes[node] - own
 
 
 def _scores(node: fx.Node) -> int:

@@ -15,6 +15,7 @@ from fxpipe.cluster import Cluster
 from fxpipe.plan import displaced_ops
 from fxpipe.sampling.case import SampleCase
 from fxpipe.sampling.clocks import Buckets, Passed, Waits, begun, together
+from fxpipe.sampling.crossing import displaced_bytes, keeping_bytes
 from fxpipe.sampling.layout import Estimate, LayoutCosts, of_bytes
 from fxpipe.sampling.planning import Choices, seen_patches
 from passes.sampling.buckets import LEAST_BYTES, MOST_BYTES, PER_STEP, filled
@@ -155,17 +156,13 @@ class Beside(LayoutCosts):
             for patch, speed in self.speeds.items()
         )
         exact = self.together(self.items, lambda told: True).seconds
-        all_held = [work.held_bytes(frozenset(work.owners.values())) for work in works.values()]
-        held, weights = max(map(sum, all_held)), max(of_weights for of_weights, _ in all_held)
+        weights = max(work.held_bytes(frozenset(work.owners.values()))[0] for work in works.values())
+        held = weights + self.inputs_bytes() + self.case.kept_bytes(self.size) + max(map(self._most_bytes, works))
         received = received_bytes(self.told)
-        of_all = self.inputs_bytes() + self.case.kept_bytes(self.size)
-        held += of_all
         if how.mode == "exact":
             return Pace(first, (exact,) * steps, received, held, weights)
         warm, crossing = min(how.warmup, steps), [self._crossing(patch) for patch in works]
         exact += max(sum(self._packed(told)) for told in crossing)
-        held += max(map(self._cached_bytes, crossing))
-        held = max(held, weights + of_all + max(map(self._ending_bytes, works)))
         seconds = (exact,) * warm + (*self._displaced(steps - warm),)
         return Pace(first, seconds, received, held, weights)
 
@@ -206,26 +203,13 @@ class Beside(LayoutCosts):
     def _in_buckets(self, told: Told) -> bool:
         return self.crosses(told) and (told.kind != "moments" or self.made.how.norms != "separate")
 
-    def _cached_bytes(self, crossing: Sequence[Told]) -> int:
-        """Of what others have told, of two steps, and what of it is moved on."""
-        return sum(told.received_bytes for told in crossing) + self._carried_bytes(crossing)
-
-    def _carried_bytes(self, crossing: Sequence[Told]) -> int:
-        """Of what crosses to the next step."""
-        advance, own = self.made.how.advance, sum(_own_bytes(told) for told in crossing if told.kind != "moments")
-        return sum(told.received_bytes for told in crossing) * (1 + advance) + 2 * own * advance
-
-    def _ending_bytes(self, patch: int) -> int:
-        """At a step's end, when the bucket that leaves last is packed: what crosses, what goes into that, and this as
-        it is made, of which its members may have to be copied first."""
-        crossing, sent = self._crossing(patch), dict[tuple[int, bool], list[tuple[Told, int]]]()
-        for told in crossing:
-            for src, dst, size in told.sent:
-                if src == patch:
-                    sent.setdefault((dst, told.kind == "moments"), []).append((told, size))
-        late = ([*filled(members, lambda member: member[-1])][-1] for members in sent.values())
-        packed = (sum(_own_bytes(told) + 2 * size for told, size in bucket) for bucket in late)
-        return self._carried_bytes(crossing) + max(packed, default=0)
+    def _most_bytes(self, patch: int) -> int:
+        """Beside weights and inputs."""
+        work, how, keeps_sent = self.works[patch], self.made.how, self.links.cluster.keeps_sent
+        exact = keeping_bytes(work, patch) if keeps_sent else work.held_bytes(frozenset(work.owners.values()))[1]
+        if how.mode == "exact":
+            return exact
+        return max(exact, displaced_bytes(work, patch, self._in_buckets, how.advance, keeps_sent))
 
     def _packed(self, crossing: Sequence[Told]) -> Iterator[float]:
         """Seconds to put what goes to every other patch into buckets, and to send these."""
@@ -267,11 +251,6 @@ class Beside(LayoutCosts):
 
 def _free(item: Item) -> Item:
     return Item(item.name, 0.0, item.told, item.reads)
-
-
-def _own_bytes(told: Told) -> int:
-    """Of what a patch tells; of a halo about as much as it is told."""
-    return told.received_bytes if told.kind == "halo" else told.own_bytes
 
 
 def at_speed(item: Item, speed: float) -> Item:

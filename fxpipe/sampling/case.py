@@ -29,6 +29,7 @@ from passes.sampling.alike import Alike, PatchForm, ends_apart
 from passes.sampling.alike import alike as alike_but_for_units
 from passes.sampling.attention import Shared, alike, layers, with_most_heads
 from passes.sampling.groups import Span
+from passes.sampling.lives import shown
 from passes.sampling.patch_graph import attention_piece
 from passes.sampling.patches import Patch, even_bounds, patches_of
 from passes.sampling.stages import LateBlocks, StageLine, StageSpan, late_blocks, line_of, num_blocks, stage_spans
@@ -326,9 +327,8 @@ class SampleCase:
     def kept_bytes(self, num_samples: int) -> int:
         """Of what is computed once and read in every step."""
         nodes, once = self.rows(num_samples).sized.nodes, self.once(num_samples)
-        return sum(
-            value_bytes(nodes[name]) for name in once if any(user.name not in once for user in nodes[name].users)
-        )
+        read = (nodes[name] for name in once if any(user.name not in once for user in nodes[name].users))
+        return sum(value_bytes(node) for node in {*map(shown, read)} if node.name in once)
 
     def links(self, cluster: Cluster, grid: Grid, shares: tuple[float, ...] = ()) -> Links:
         """A cluster's, as a grid's ranks use them; of what one group's patches tell those of each send `shares`."""

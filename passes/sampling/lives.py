@@ -8,8 +8,9 @@ z = gather(y)      what has come is there until the whole is made of it
 import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,17 @@ from torch import fx
 from fxpipe.capture import private
 
 Ints = npt.NDArray[np.int64]
+
+
+class Exchanged(NamedTuple):
+    """Of an exchange the captured operation and its place, where what has come is first read, and until where there is
+    what is told, which packing copies where it is a view."""
+
+    owner: str
+    place: int
+    read: int
+    told_until: int
+    is_view: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,30 +46,65 @@ class Lives:
         """Of the operations of these captured ones alone: bytes of the model's tensors that they read, and the most
         that they hold at once, their results and what is `inside` them; the ones `apart` are done elsewhere, and hold
         so many there."""
-        own = [owner in names for owner in self.owners.values()]
+        own = np.array([owner in names for owner in self.owners.values()], bool)
         weights = {tensor for reader, tensor in self._weights if own[reader]}
         apart = {name: size for name, size in apart.items() if name in names}
-        return sum(map(sizes.__getitem__, weights)), self._most(np.array(own, bool), sizes, apart, inside)
+        most = self.levels(sizes, apart, inside, own)
+        return sum(map(sizes.__getitem__, weights)), int(most[own].max(initial=0))
 
-    def _most(
-        self, own: npt.NDArray[np.bool_], sizes: Mapping[fx.Node, int], apart: Mapping[str, int],
-        inside: Mapping[fx.Node, int],
-    ) -> int:  # fmt: skip
-        of_all = np.fromiter(map(sizes.__getitem__, self.owners), np.int64, len(own))
-        makers = own & (self._bases == np.arange(len(own)))
-        made, gone = np.where(makers, of_all, 0), np.zeros_like(of_all)
+    def levels(
+        self, sizes: Mapping[fx.Node, int], apart: Mapping[str, int], inside: Mapping[fx.Node, int],
+        own: npt.NDArray[np.bool_] | None = None, of_before: bool = False,
+    ) -> Ints:  # fmt: skip
+        """Bytes at every operation, of its `own` ones, or of all; `of_before`: what others tell is there before the
+        step, and no more of it is made than what is read, where that is."""
+        count = len(self.owners)
+        own = np.ones(count, bool) if own is None else own
+        of_all = np.fromiter(map(sizes.__getitem__, self.owners), np.int64, count)
+        makers = own & (self._bases == np.arange(count))
+        made, gone = np.zeros_like(of_all), np.zeros_like(of_all)
         readers, bases = self._reads
         last = np.zeros_like(of_all)
         np.maximum.at(last, bases[own[readers]], readers[own[readers]])
+        np.add.at(made, (self._read_first if of_before else np.arange(count))[makers], of_all[makers])
         np.add.at(gone, last[makers], of_all[makers])
         before = (made - gone).cumsum() + gone - made
-        most = before + made * self._times
+        most = before + made
+        for place, node, told in [] if of_before else self._comes:
+            most[place] += own[place] * (sizes[node] - (sizes[told] if told else 0))
         for node, size in inside.items():
             most[self._numbers[node]] += size
         for name, size in apart.items():
             first, *rest = self._places[name]
             most[first], most[rest] = before[first] + size, 0
-        return int(most[own].max(initial=0))
+        return most
+
+    def place(self, owner: str) -> int:
+        """Where what is done for a captured operation begins."""
+        return self._places[owner][0]
+
+    @cached_property
+    def exchanges(self) -> list["Exchanged"]:
+        readers, bases = self._reads
+        last = np.zeros(len(self.owners), np.int64)
+        np.maximum.at(last, bases, readers)
+        found = []
+        for place, node in enumerate(self.owners):
+            if "exchange" in node.meta:
+                told = self._numbers.get(node.all_input_nodes[0], -1)
+                base = self._bases[told] if told >= 0 else -1
+                until = int(last[base]) if base >= 0 else len(last)
+                found.append(Exchanged(self.owners[node], place, int(self._read_first[place]), until, base != told))
+        return found
+
+    @cached_property
+    def _read_first(self) -> Ints:
+        """Of every exchange where it is first read, of other operations their own places."""
+        found = np.arange(len(self.owners))
+        for place, node in enumerate(self.owners):
+            if "exchange" in node.meta:
+                found[place] = min((self._numbers[user] for user in node.users if user in self._numbers), default=place)
+        return found
 
     @cached_property
     def readers(self) -> frozenset[fx.Node]:
@@ -71,13 +118,10 @@ class Lives:
     @cached_property
     def _bases(self) -> Ints:
         """Of every operation the one whose memory its result is, its own or what it is a view of; -1 of an input's."""
-        found, views = list[int](), dict[object, bool]({operator.getitem: True})
+        found = list[int]()
         for place, node in enumerate(self.owners):
-            target, operands = node.target, node.all_input_nodes
-            if target not in views:
-                views[target] = isinstance(target, torch._ops.OpOverload) and private.may_alias(target)
-            if views[target] and operands:
-                base = self._numbers.get(operands[0])
+            if _is_view(node.target) and node.all_input_nodes:
+                base = self._numbers.get(node.all_input_nodes[0])
                 found.append(-1 if base is None else found[base])
             else:
                 found.append(place)
@@ -104,10 +148,16 @@ class Lives:
         return [(p, one) for p, one in given if one.op == "placeholder" and one.meta["kind"] not in kinds]
 
     @cached_property
-    def _times(self) -> Ints:
-        """How often what an operation makes is there while it is made."""
-        exchanges = (node.meta.get("exchange") for node in self.owners)
-        return np.array([1 if one is None or one.kind == "ring" else 2 for one in exchanges], np.int64)
+    def _comes(self) -> list[tuple[int, fx.Node, fx.Node | None]]:
+        """Of every exchange whose parts are there while its result is made: its place, itself, and what is one's own of
+        it, where that is a part."""
+        kinds = {node: node.meta["exchange"].kind for node in self.owners if "exchange" in node.meta}
+        of_rows = ("gather", "halo", "prediction")
+        return [
+            (self._numbers[node], node, node.all_input_nodes[0] if kind in of_rows else None)
+            for node, kind in kinds.items()
+            if kind != "ring"
+        ]
 
     @cached_property
     def _places(self) -> dict[str, list[int]]:
@@ -115,3 +165,15 @@ class Lives:
         for place, owner in enumerate(self.owners.values()):
             found.setdefault(owner, []).append(place)
         return found
+
+
+def shown(node: fx.Node) -> fx.Node:
+    """The node whose memory a value is, which may be a view of it."""
+    while _is_view(node.target) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+@cache
+def _is_view(target: object) -> bool:
+    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and private.may_alias(target))

@@ -22,7 +22,7 @@ from fxpipe.remembered import remembered
 from passes.rows import RowPlan
 from passes.sampling.attention import Shared
 from passes.sampling.exchanges import Exchange
-from passes.sampling.lives import Lives
+from passes.sampling.lives import Ints, Lives
 from passes.sampling.messages import sent_by
 from passes.sampling.patch_graph import PatchPiece, patch_graph
 from passes.sampling.patches import Patch
@@ -109,6 +109,11 @@ class PatchWork:
         """Of these operations alone: bytes of the model's tensors that they read, and the most that their results hold
         at once, what is gathered for them included."""
         return self.lives.held_bytes(names, self.sizes, self.apart, self.inside)
+
+    @remembered
+    def levels(self, of_before: bool) -> Ints:
+        """What results hold at every operation; `of_before`: where what is told is read a step later."""
+        return self.lives.levels(self.sizes, self.apart, self.inside, of_before=of_before)
 
 
 def patch_work(
