@@ -292,6 +292,21 @@ def test_moments_that_cannot_be_corrected_are_counted(layout: Any, caplog: pytes
         assert bool(caplog.text) == bool(told)
 
 
+def test_programs_that_take_turns_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Conv2d(2, 2, 3, padding=1)
+    how: Any = {"sample": {"input": 2}, "patches": 2, "mode": "displaced", "warmup": 1}
+    x = torch.randn(2, 2, 8, 3)
+    sampler = fxpipe.compile_sampler(model, 2, example={"input": x}, **how)
+    counts = list[int]()
+    for sizes in ((2, 2, 1, 1, 2, 2), (2, 1) * 4, (2, 1) * 4):
+        caplog.clear()
+        with sampler.call():
+            for size in sizes:
+                assert torch.allclose(sampler.predict(input=x[:size]), model(x[:size]), atol=1e-6)
+        counts.append(sum("take turns" in one for one in caplog.messages))
+    assert counts == [0, 1, 0]
+
+
 def test_a_call_that_fails_leaves_nothing(displaced: fxpipe.Sampler) -> None:
     fast = displaced.pipeline()
     before = image(fast)

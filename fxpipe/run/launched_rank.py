@@ -141,7 +141,9 @@ class LaunchedRank(Ranks):
                     raise
                 raised = error
             self._agreement.end()
-            tell_unusable([self._run.reset()])
+            unusable = self._run.reset()
+            if "displaced" in self._forms.values() and (of_all := self._transport.gather_object(unusable)):
+                tell_unusable(of_all)
         if raised is not None:
             raise raised
 

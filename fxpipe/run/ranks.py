@@ -36,6 +36,8 @@ _TOLD_SECONDS, _IDLE_SECONDS = 60.0, 1800.0
 """How long a call waits for an open one in which nothing is done, until it says so, and until it is an error."""
 _MOST_STREAMS = 8
 """Predictions of one step, with different conditions."""
+_MANY_TURNS = 3
+"""As many displaced steps of a call that follow another program's as are made exact without a word."""
 
 Counts = Counter[tuple[str, "SampleStep"]]
 """Steps of streams by programs."""
@@ -58,7 +60,8 @@ class Ranks(ABC):
         self._opened_by, self._for_all = 0, False  # the thread; whether others predict in it
         self._position, self._time = 0, dict[str, torch.Tensor]()
         self._conditions: list[dict[str, torch.Tensor]] = []  # of the streams, where no input is a time
-        self._has_told = False  # of many streams
+        self._last_of, self._num_turns = dict[str, "SampleStep"](), 0  # of every stream; how often it was another one
+        self._told = set[str]()
 
     @contextmanager
     def call(self, for_all: bool = False) -> Iterator[None]:
@@ -88,6 +91,7 @@ class Ranks(ABC):
         """Those of one call, with nothing of the call that it is within."""
         outer = self._num_steps, self._position, self._time, self._conditions
         self._num_steps, self._position, self._time, self._conditions = Counter(), 0, {}, []
+        self._last_of, self._num_turns = {}, 0
         try:
             with self._ended():
                 yield
@@ -151,7 +155,23 @@ class Ranks(ABC):
             count = num_steps[name, step]
             form = "displaced" if count >= step.warmup else "warm" if count < step.num_warm else "fresh"
             num_steps[name, step] += 1
+            self._turned(name, step, form)
         return self._predict(step, state, tensors, form, name)
+
+    def _turned(self, stream: str, step: SampleStep, form: str) -> None:
+        """A step of another program than the one before it has nothing to read of that, and is exact."""
+        before, self._last_of[stream] = self._last_of.get(stream, step), step
+        self._num_turns += form == "displaced" and before is not step
+        if self._num_turns == _MANY_TURNS:
+            self._tell_once(
+                "calls of other arguments or sizes take turns: a displaced step is exact after one of another kind; "
+                "call a pipeline's denoiser for each inside its cache_context('a name') of its own"
+            )
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told and not self.rank:
+            _log.warning("%s", text)
+        self._told.add(text)
 
     def stream(self, step: SampleStep, tensors: Tensors) -> str:
         """The position among the predictions of one step, as with and without a prompt.
@@ -164,14 +184,12 @@ class Ranks(ABC):
         if not time:
             return self._stream_of(given)
         self._position, self._time = self._position + 1 if _equal(time, self._time) else 0, time
-        if self._position == _MOST_STREAMS and not self._has_told:
-            self._has_told = True
-            _log.warning(
-                "more than %d predictions at one time (%s): displaced steps take them for parts of one step, and hold "
-                "what each tells its next one; where they are steps that follow each other, call a pipeline's denoiser "
-                "inside its cache_context('a name'), or use mode='exact'",
-                _MOST_STREAMS,
-                ", ".join(step.inputs[name] for name in time),
+        if self._position == _MOST_STREAMS:
+            times = ", ".join(step.inputs[name] for name in time)
+            self._tell_once(
+                f"more than {_MOST_STREAMS} predictions at one time ({times}): displaced steps take them for parts of "
+                "one step, and hold what each tells its next one; where they are steps that follow each other, call a "
+                "pipeline's denoiser inside its cache_context('a name'), or use mode='exact'"
             )
         return str(self._position)
 

@@ -147,7 +147,7 @@ class Spread:
         own."""
         others = [one for one in self._known.traced if one.sized is None] if new.sized is None else []
         known = [name for one in others if (name := _other_number(one, new)) is not None]
-        for name in {name for name in known if known.count(name) == _MANY_NUMBERS}:
+        for name in {name for name in known if known.count(name) == _MANY_NUMBERS and not self.ranks.rank}:
             _log.warning(
                 "%s: input %s is a number, traced and compiled anew for every value, and no displaced step follows one "
                 "of another: pass a tensor, of which forward reads no number",
@@ -224,7 +224,8 @@ class Spread:
             self._whole_kinds.add(kind)
             about = f"{what}, where a call is like this one,"
         self._known.whole = f"{about} runs whole on every rank: {why}"
-        _log.warning("%s", self._known.whole)
+        if not self.ranks.rank:
+            _log.warning("%s", self._known.whole)
 
     def _of_size(self, traced: Traced, size: int) -> SampleStep:
         if (traced, size) not in self._steps:
