@@ -129,6 +129,19 @@ def test_tuples_and_values_that_grow_with_the_squared_batch_stay_inside() -> Non
     assert graph.owners["matmul"] == graph.owners["sin"] == graph.owners["sum_1"]
 
 
+class Hardest(Chain):
+    """The loss of the worst half: of 1, 2 and 3 samples as long."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(F.linear(x, self.weights[0]).sin(), self.weights[1])
+        return y.square().mean(1).topk(max(1, len(x) // 2)).values.mean()
+
+
+def test_values_that_grow_with_a_part_of_the_batch_stay_inside() -> None:
+    graph = checked(captured(Hardest()), 100)
+    assert graph.owners["topk"] == graph.owners["mean_1"] == len(graph.blocks) - 1
+
+
 class SharedWeight(Chain):
     """A value made of weights alone, read at both ends."""
 

@@ -185,6 +185,9 @@ def is_size(value: Any) -> bool:
     return isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
+_SIZES = (2, 3, 10007)  # a prime beyond what batches are divided by: of 3, max(1, B // 2) is 1 still
+
+
 def tensor_bytes(value: Any) -> tuple[int, bool] | None:
     """(bytes, batched) of a tensor whose size is proportional to the batch, or has nothing to do with it.
 
@@ -192,10 +195,10 @@ def tensor_bytes(value: Any) -> tuple[int, bool] | None:
     """
     if not isinstance(value, torch.Tensor):
         return None
-    at = [bytes_at(value, batch_size) for batch_size in (1, 2, 3)]
-    if at[0] == at[1] == at[2]:
-        return at[0], False
-    return (at[0], True) if at == [at[0], 2 * at[0], 3 * at[0]] else None
+    one, *at = (bytes_at(value, batch_size) for batch_size in (1, *_SIZES))
+    if at == [one] * len(at):
+        return one, False
+    return (one, True) if at == [size * one for size in _SIZES] else None
 
 
 def bytes_at(value: torch.Tensor, batch_size: int) -> int:
