@@ -764,7 +764,7 @@ def test_what_a_trace_fails_at_is_refused_where_forward_catches_it(asks: Middle,
 
 
 @pytest.mark.parametrize(
-    "drawn", [lambda: perf_counter(), lambda: uuid.uuid4().int % 99, lambda: random.SystemRandom().random()]
+    "drawn", [lambda: perf_counter(), lambda: uuid.uuid4().int % 10**9, lambda: random.SystemRandom().random()]
 )
 def test_what_is_another_one_at_every_call_is_refused(drawn: Callable[[], float]) -> None:
     with pytest.raises(CaptureError, match=r"something else whenever it is called, by a clock, .*test_capture.py:\d+"):
