@@ -391,7 +391,7 @@ class Program:
             if (tuple(now.shape), now.dtype, trains) != was:
                 raise CompileError(
                     f"{self._shown(name)} was {list(was[0])} {was[1]}, requires_grad={was[2]}, when compiled, "
-                    f"and is now {list(now.shape)} {now.dtype}, requires_grad={trains}; compile again"
+                    f"and is now {list(now.shape)} {now.dtype}, requires_grad={trains}; put it back, or compile again"
                 )
 
     @cached_property
