@@ -61,7 +61,7 @@ from fxpipe.show.explain import Replanned
 from fxpipe.show.progress import followed, progress
 from passes.case import Case
 from passes.placement.cascade import require_first_pass
-from passes.tuner.candidates import require_possible
+from passes.tuner.candidates import default_pipelines, require_possible
 from passes.tuner.plans import make_plan, usable_bytes
 from passes.tuner.request import Request
 from passes.tuner.simulate import simulate
@@ -112,7 +112,8 @@ def compile(
         batch_size: samples in one step, over all micro-batches; the example's where left out.
         microbatches: number of micro-batches; their sizes differ by one sample where it does not divide the batch.
         stages: number of stages, a multiple of the ranks of a pipeline.
-        data_parallel: number of pipelines, which divides `world_size`; 1 where left out with a named schedule.
+        data_parallel: number of pipelines, which divides `world_size`; where left out with a named schedule 1, or as
+            many as have `stages`, where these are fewer and cannot have replicas in uneven numbers.
         schedule: "auto" tries them all and looks for a better one; a name of `passes.schedules.policies.POLICIES`
             ("gpipe", "1f1b", "interleaved", "wave", "zero-bubble", ...); a `Schedule` or its text.
         memory_limit: bytes per rank that a step may need, alone or with the next batch's frozen work, a number or a
@@ -361,7 +362,7 @@ def requested(model: Any, world_size: int, **given: Any) -> Requested:
     where = where or given_device(device_of(example.step))
     check_backend(given["backend"], where)
     stages, microbatches = given["stages"], given["microbatches"]
-    copies = given["data_parallel"] if asked == "auto" else given["data_parallel"] or 1
+    copies = given["data_parallel"] or default_pipelines(asked, world_size, stages, given["shard"])
     alike = copies or 1 if trains_alike(given["shard"]) else 1  # such replicas have as many micro-batches each
     of_batch = example.batch_size, world_size, stages, microbatches, asked, alike
     cut = StepCut.of(known) if known else planned_cut(*of_batch)

@@ -221,3 +221,19 @@ def test_help_and_completion_know_what_is_loaded_on_first_use() -> None:
     text = pydoc.plain(pydoc.render_doc(fxpipe))
     assert all(said in text for said in ("class Program(", "class Sampler(", "\n    compile(", fxpipe.__version__))
     assert {*fxpipe.__all__} <= {*dir(fxpipe)}
+
+
+@pytest.mark.parametrize(
+    ("options", "pipelines"),
+    [
+        ({"schedule": "1f1b", "stages": 2, "shard": "all"}, 2),  # replicas in uneven numbers share nothing
+        ({"schedule": "wave", "stages": 4}, 2),
+        ({"schedule": "zero-bubble", "stages": 1}, 4),
+        ({"schedule": "1f1b", "stages": 4, "shard": "weights"}, 1),
+    ],
+)
+def test_fewer_stages_than_ranks_have_are_those_of_several_pipelines(options: Any, pipelines: int) -> None:
+    step = _step()
+    program = fxpipe.compile(step, 4, batch_size=8, **options)
+    assert len(program.plan.staged.pipelines) == pipelines
+    assert program.verify(**step.example_inputs(8)).ok  # type: ignore[operator]

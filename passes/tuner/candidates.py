@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fxpipe.errors import CompileError
+from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import trains_alike
 from passes.case import Case
 from passes.placement.cascade import borders, first_pass, require_first_pass
@@ -74,6 +75,18 @@ def require_possible(request: Request) -> None:
         raise no_way(request)
 
 
+def default_pipelines(schedule: str | Schedule, world_size: int, stages: int | None, shard: str | None) -> int | None:
+    """Where the user leaves them out: None where the order is to be chosen; of a named one as many as have so many
+    stages, where one pipeline cannot have fewer stages than ranks; else 1."""
+    if schedule == "auto":
+        return None
+    policy = POLICIES.get(schedule) if isinstance(schedule, str) else None
+    if policy is None or stages is None or (policy.uneven and not trains_alike(shard)):
+        return 1
+    count, rest = divmod(world_size * policy.stages_per_rank[0], stages)
+    return 1 if rest or not count or world_size % count else count
+
+
 def no_way(request: Request) -> CompileError:
     """Counts do not fit each other."""
     alike = f", where shard={request.shard!r} gives every replica as many micro-batches" * trains_alike(request.shard)
@@ -139,8 +152,13 @@ def _shapes(request: Request, data_parallel: int, names: tuple[str, ...], stride
                     if not request.is_open and request.data_parallel is not None:
                         raise
                     continue
-                if not (found.is_uneven and strided):
+                if _may_share(found, request.shard) and not (found.is_uneven and strided):
                     yield from _collocated(request, found)
+
+
+def _may_share(found: Shape, shard: str | None) -> bool:
+    """Whether replicas of its stages, if there are any, may share this out."""
+    return not (found.is_uneven and found.stages > 1 and trains_alike(shard))
 
 
 def _stages(request: Request, name: str, places: int, data_parallel: int) -> list[int | None]:
