@@ -128,10 +128,12 @@ def test_a_patch_goes_on_when_all_its_samples_are_predicted(name: str, patches: 
     assert made.plan.expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.06)
 
 
-def test_every_stage_of_a_group_is_told_what_others_predict() -> None:
+@pytest.mark.parametrize(("how", "samples"), [({"cfg": 2, "stages": 2}, 2), ({"cfg": 3, "patches": 2}, 4)])
+def test_every_rank_of_a_group_is_told_what_others_predict(how: dict[str, Any], samples: int) -> None:
     """Over one bus between nodes of a group each."""
-    levels = Level(2, Link("inside", 1e10, 1e-5)), Level(2, Link("bus", 1e7, 1e-5, duplex=False, shared=True))
-    made = compiled("DiT", cfg=2, stages=2, cluster=Cluster("A100-80GB", levels))
+    ranks, given = 2 * how["cfg"], {"x": X.repeat(2, 1, 1, 1)[:samples], "text": TEXT.repeat(2, 1, 1)[:samples]}
+    levels = Level(2, Link("inside", 1e10, 1e-5)), Level(3, Link("bus", 1e7, 1e-5, duplex=False, shared=True))
+    made = compiled("DiT", ranks, example=given, cluster=Cluster("A100-80GB", levels), **how)
     assert made.plan.expects is not None
     assert made.plan.expects.seconds == pytest.approx(made.simulate(STEPS).makespan_seconds, rel=0.03)
 

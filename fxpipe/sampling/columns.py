@@ -168,7 +168,8 @@ class Columns(LayoutCosts):
         own = self.moving(size / self.grid.groups) if self.num_runs > 1 else 0.0
         if self.grid.groups == 1:
             return own
-        return own + max(self.links.of_groups([self.result_bytes(self.size)] * self.grid.groups)) + self.moving(size)
+        of_groups = [self.result_bytes(stop - start) for start, stop in self.grid.spans(self.case.num_samples)]
+        return own + max(self.links.of_groups(of_groups)) + self.moving(size)
 
     def _received(self, fresh: bool) -> int:
         """Of the rank that receives the most: hops, what patches beside it tell, predictions of others."""

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from fxpipe.cluster import Cluster
@@ -87,14 +87,14 @@ class Links:
 
     def of_groups(self, sizes: Sequence[int]) -> list[float]:
         """Until every group's prediction of so many bytes is at all others, where all are told at once."""
-        groups, patches, rank = range(self.grid.groups), range(self.grid.patches), self.grid.rank
-        told = [(a, b) for a in groups for b in groups if a != b]
+        groups, rank = range(self.grid.groups), self.grid.rank
+        places = [*product(range(self.grid.stages), range(self.grid.patches))]
+        told = [(a, b, place) for a in groups for b in groups if a != b for place in places]
+        sent = [(rank(a, *place), rank(b, *place), sizes[a]) for a, b, place in told]
         if len(set(sizes)) == 1:  # all end at once
-            places = [(column, patch) for column in range(self.grid.stages) for patch in patches]
-            way = self._at_once((rank(a, *place), rank(b, *place), sizes[0]) for a, b in told for place in places)
-            return [way.until_there] * len(sizes)
-        ends = self.cluster.concurrent_seconds([(rank(a, 0, 0), rank(b, 0, 0), sizes[a]) for a, b in told])
-        return [max(end for end, (source, _) in zip(ends, told, strict=True) if source == group) for group in groups]
+            return [self._at_once(sent).until_there] * len(sizes)
+        ends = self.cluster.concurrent_seconds(sent)
+        return [max(end for end, (source, *_) in zip(ends, told, strict=True) if source == group) for group in groups]
 
     def overhead_seconds(self, num_messages: float) -> float:
         """Those that a rank loses to so many messages of patches, whatever their bytes."""
