@@ -53,6 +53,7 @@ class LaunchedRank(Ranks):
         self._opened: set[Channel] = set()
         self._used: list[tuple[Tensors, int]] = []  # states in this call, and how often they had been written
         self._forms: dict[str, str] = {}  # the last of every step's in this call
+        self._corrects = False  # moments, in this call, on some rank
         self._compared = WeakTensorKeyDictionary()  # tensor -> its version when it was
         self._marks: list[tuple[Tensors, Marks]] = []  # of states, when they were
 
@@ -68,6 +69,7 @@ class LaunchedRank(Ranks):
         if self._forms.get(step.digest) != form:  # or ranks with another one would wait for messages that none sends
             self._agreement.settle()
         self._forms[step.digest] = form
+        self._corrects |= form == "displaced" and step.plan.how.norms == "corrected"
         if not is_taken:
             self._take(held, state)
         assert held.bound is not None
@@ -131,7 +133,7 @@ class LaunchedRank(Ranks):
         """What is raised inside ends the other ranks too; but for `Stopped`, and for what all of them raise at the same
         place, between predictions: that ends the call alone."""
         raised: Exception | None = None
-        self._used, self._forms, self._num_begun, self._num_made = [], {}, 0, 0
+        self._used, self._forms, self._corrects, self._num_begun, self._num_made = [], {}, False, 0, 0
         self._num_calls += 1
         with told(self._transport):
             try:
@@ -142,7 +144,7 @@ class LaunchedRank(Ranks):
                 raised = error
             self._agreement.end()
             unusable = self._run.reset()
-            if "displaced" in self._forms.values() and (of_all := self._transport.gather_object(unusable)):
+            if self._corrects and (of_all := self._transport.gather_object(unusable)):
                 tell_unusable(of_all)
         if raised is not None:
             raise raised

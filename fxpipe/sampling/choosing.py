@@ -89,8 +89,8 @@ def ranked(case: SampleCase, request: SampleRequest, setting: Setting, anew: boo
             if not any(_way(one.request, one.requests) in fitted for one in too_large):
                 return narrowed
     looked_at = _found(case, request, setting)
-    looked_at += _between(case, request, setting, _warmed(case, looked_at, setting))
-    found = _ranked(case, request, setting, looked_at)
+    between = _between(case, request, setting, _warmed(case, looked_at, setting))
+    found = _ranked(case, request, setting, _timed(case, [*looked_at, *between], setting))
     known.append(_Known(shape, asked, found))
     return found
 
