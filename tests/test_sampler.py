@@ -435,6 +435,28 @@ def test_so_is_that_of_what_is_told_last() -> None:
     assert sampler.plan.expects.memory_bytes == pytest.approx(require_predicted(sampler, False), rel=0.1)
 
 
+class Turned(Attending):
+    """With positions, which are the same for all samples, and a convolution, whose borders are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        turned = super().forward(x * positions.cos())
+        return self.conv(self.conv(turned).relu()) * positions.sin()
+
+
+@pytest.mark.parametrize("how", [{}, {"mode": "displaced", "patches": 4, "warmup": 1}])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_so_is_that_of_stages(world_size: int, how: dict[str, Any]) -> None:
+    """What crosses, what patches know of each other, and what is computed once."""
+    example = {"x": torch.zeros(3, 4, 24, 8), "positions": torch.zeros(4, 24, 8)}
+    sampler = fxpipe.compile_sampler(Turned(), world_size, stages=2, cfg=1, example=example, sample={"x": 2}, **how)
+    assert sampler.plan.expects is not None
+    assert sampler.plan.expects.memory_bytes == pytest.approx(max(sampler.simulate(3).peak_bytes), rel=0.1)
+
+
 def require_predicted(sampler: fxpipe.Sampler, keeps_sent: bool, steps: int = 3) -> int:
     """The most bytes on any rank, each of which has as many as are predicted."""
     args, kwargs = sampler.example

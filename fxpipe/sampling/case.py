@@ -324,11 +324,23 @@ class SampleCase:
         found = binding_times(plan.sized, times | dict.fromkeys(self.traced.rows, PATCH))
         return frozenset(name for name, time in found.items() if time == CALL and name not in plan.inputs)
 
-    def kept_bytes(self, num_samples: int) -> int:
-        """Of what is computed once and read in every step."""
+    def kept_bytes(self, num_samples: int, names: frozenset[str] | None = None, runs: int = 1) -> int:
+        """Of what is computed once and read in every step, by these operations or by any: of so many runs, which share
+        what no sample changes."""
         nodes, once = self.rows(num_samples).sized.nodes, self.once(num_samples)
-        read = (nodes[name] for name in once if any(user.name not in once for user in nodes[name].users))
-        return sum(value_bytes(node) for node in {*map(shown, read)} if node.name in once)
+        late = nodes.keys() - once if names is None else names - once
+        read = (nodes[name] for name in once if any(user.name in late for user in nodes[name].users))
+        kept, of_samples = (node for node in {*map(shown, read)} if node.name in once), self._of_samples(num_samples)
+        return sum(value_bytes(node) * (runs if node.name in of_samples else 1) for node in kept)
+
+    @_of_all_sizes
+    def _of_samples(self, num_samples: int) -> frozenset[str]:
+        """Of what is computed once, what each sample has its own of."""
+        found, once = set(self.batched), self.once(num_samples)
+        for name, read in self.rows(num_samples).sized.reads.items():
+            if name in once and not found.isdisjoint(read):
+                found.add(name)
+        return frozenset(found)
 
     def links(self, cluster: Cluster, grid: Grid, shares: tuple[float, ...] = ()) -> Links:
         """A cluster's, as a grid's ranks use them; of what one group's patches tell those of each send `shares`."""

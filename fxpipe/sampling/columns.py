@@ -5,8 +5,10 @@ and values that cross and memory are those of the one with the most rows. Speeds
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
+
+from torch import fx
 
 from fxpipe.cluster import Cluster
 from fxpipe.plan.sample_plan import IN_TURN
@@ -18,6 +20,7 @@ from fxpipe.sampling.layout import Estimate, LayoutCosts
 from fxpipe.sampling.links import Busy
 from fxpipe.sampling.paced import paced
 from fxpipe.sampling.planning import Choices, seen_patches
+from passes.sampling.exchanges import Exchange
 from passes.sampling.patches import even_bounds
 from passes.sampling.stages import Stage
 from passes.sampling.work import Item, PatchWork
@@ -200,22 +203,52 @@ class Columns(LayoutCosts):
         return max(map(sum, self._memory()))
 
     def _memory(self) -> list[tuple[int, int]]:
-        """Of every column, weights and the rest: activations of the first turn, what crosses, what it keeps of all
-        patches."""
-        found, of_all = [], self.inputs_bytes() + self.case.kept_bytes(self.run) * self.num_runs
-        for column in range(self.grid.stages):
-            names = self.column_names[column]
-            weights, alive = self.fresh_work.held_bytes(names)
-            caches = 0
-            if self.in_turn:
-                work = self.work(0, fresh=False)
-                gathered = (n for n, owner in work.owners.items() if owner in names and "exchange" in n.meta)
-                caches = sum(work.sizes[n] for n in gathered if n.meta["exchange"].kind == "gather")
+        """Of every column, weights and the rest: in a step of all rows at once what the last run holds, and what is
+        there of the others."""
+        found, case, once = [], self.case, self.case.once(self.run)
+        others, prediction = self.num_runs - 1, self.result_bytes(self.run)
+        for column, names in enumerate(self.column_names):
             own = [stage for stage in self.line.stages if stage.column == column]
-            crossing = dict.fromkeys(value for stage in own for value in (*stage.reads, *stage.returns))
-            between = sum(map(self.fresh_work.bytes_of, crossing)) * self.num_runs
-            found.append((weights, alive + between + caches * self.num_runs + of_all))
+            made = frozenset[str]().union(*(stage.nodes for stage in own))
+            read = frozenset(value for stage in own for value in stage.reads)
+            returned = frozenset(value for stage in own for value in stage.returns)
+            told, caches = self._kept_of(names)
+            weights, alive = self.fresh_work.held_bytes(names, once, read - made, told | returned)
+            is_last = column == self.line.stages[-1].column
+            predicted = prediction * (others if is_last else self.num_runs)
+            sent = self._num_kept * sum(map(self.fresh_work.bytes_of, returned))
+            coming = others * sum(map(self.fresh_work.bytes_of, read)) + (0 if is_last else predicted)
+            of_others = others * caches + sent + predicted
+            of_others = of_others if self.in_turn else max(of_others, coming)
+            known = case.kept_bytes(self.run, names, self.num_runs)
+            found.append((weights, alive + of_others + known + self.inputs_bytes(names)))
         return found
+
+    @property
+    def _num_kept(self) -> int:
+        """How often what a run sends is there beside it: of a step, of patches in turn of two, where sends are kept."""
+        return self.num_runs * (1 + self.in_turn) - 1 if self.links.cluster.keeps_sent else 0
+
+    def _kept_of(self, names: Collection[str]) -> tuple[frozenset[str], int]:
+        """Of what patches in turn read of each other the values that it is made of, at the end of a stage; its bytes:
+        of what is gathered once, of borders about one for every turn, of others every patch's."""
+        if not self.in_turn or self.grid.turns == 1:
+            return frozenset(), 0
+        first, is_alone, size = self.work(0, fresh=False), self.grid.patches == 1, 0
+        for node, kind, _ in _exchanged(first, names):
+            own = first.sizes[node.all_input_nodes[0]] if kind == "halo" else 0
+            times = {"gather": 1, "halo": self.grid.turns}.get(kind, len(self.made.bounds) - 1)
+            size += (first.sizes[node] - own) * times
+        told = _exchanged(first if is_alone else self.fresh_work, names)
+        return frozenset(node.name if kind == "gather" and not is_alone else value for node, kind, value in told), size
+
+
+def _exchanged(work: PatchWork, names: Collection[str]) -> Iterator[tuple[fx.Node, str, str]]:
+    """Of these operations all exchanges but of the prediction, with what they are, and of which value."""
+    for node in work.lives.exchanging:
+        exchange: Exchange = node.meta["exchange"]
+        if work.owners[node] in names and exchange.kind != "prediction":
+            yield node, exchange.kind, exchange.value.name
 
 
 def _seconds_of(work: PatchWork, names: Collection[str]) -> float:

@@ -1,6 +1,6 @@
 """What estimates of all layouts share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,10 +66,12 @@ class LayoutCosts:
         shown = self.links.to_watching(self.result_bytes(self.case.num_samples), self.made.watching)
         return max(seconds, seconds / steps + (steps - 1) * shown.until_there) + shown.until_there
 
-    def inputs_bytes(self) -> int:
-        """Of the whole call; those that tell whether conditions have changed are there twice."""
-        likes, of_call = self.case.likes, self.case.of_call
-        return sum(like.nbytes * (2 if name in of_call else 1) for name, like in likes.items())
+    def inputs_bytes(self, names: Collection[str] | None = None) -> int:
+        """Of the whole call, or those that these operations read; those that tell whether conditions have changed are
+        there twice."""
+        likes, of_call, nodes = self.case.likes, self.case.of_call, self.case.rows(self.case.num_samples).sized.nodes
+        read = [n for n in likes if names is None or any(user.name in names for user in nodes[n].users)]
+        return sum(likes[name].nbytes * (2 if name in of_call else 1) for name in read)
 
     def result_bytes(self, num_samples: int) -> int:
         return int(self.case.rows(num_samples).sized.result.meta["val"].nbytes)

@@ -6,7 +6,7 @@ z = gather(y)      what has come is there until the whole is made of it
 """
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import MappingProxyType
@@ -41,15 +41,25 @@ class Lives:
 
     def held_bytes(
         self, names: Collection[str], sizes: Mapping[fx.Node, int], apart: Mapping[str, int],
-        inside: Mapping[fx.Node, int] = MappingProxyType({}),
+        inside: Mapping[fx.Node, int] = MappingProxyType({}), known: Collection[str] = (),
+        come: Iterable[str] = (), kept: Iterable[str] = (),
     ) -> tuple[int, int]:  # fmt: skip
         """Of the operations of these captured ones alone: bytes of the model's tensors that they read, and the most
         that they hold at once, their results and what is `inside` them; the ones `apart` are done elsewhere, and hold
-        so many there."""
+        so many there. What is `known` before is counted elsewhere; values that `come` of others are there from the
+        beginning, those `kept` to the end."""
         own = np.array([owner in names for owner in self.owners.values()], bool)
         weights = {tensor for reader, tensor in self._weights if own[reader]}
+        if known:
+            own = np.array([owner in names and owner not in known for owner in self.owners.values()], bool)
         apart = {name: size for name, size in apart.items() if name in names}
-        most = self.levels(sizes, apart, inside, own)
+        most, last, nodes = self.levels(sizes, apart, inside, own), self._last_reads(own), [*self.owners]
+        for place in (self._named[name] for name in come if name in self._named):
+            if (base := self._bases[place]) >= 0:
+                most[: last[base] + 1] += sizes[nodes[place]]
+        for base in {int(self._bases[self._named[name]]) for name in kept if name in self._named}:
+            if base >= 0 and own[base]:
+                most[last[base] + 1 :] += sizes[nodes[base]]
         return sum(map(sizes.__getitem__, weights)), int(most[own].max(initial=0))
 
     def levels(
@@ -63,9 +73,7 @@ class Lives:
         of_all = np.fromiter(map(sizes.__getitem__, self.owners), np.int64, count)
         makers = own & (self._bases == np.arange(count))
         made, gone = np.zeros_like(of_all), np.zeros_like(of_all)
-        readers, bases = self._reads
-        last = np.zeros_like(of_all)
-        np.maximum.at(last, bases[own[readers]], readers[own[readers]])
+        last = self._last_reads(own)
         np.add.at(made, (self._read_first if of_before else np.arange(count))[makers], of_all[makers])
         np.add.at(gone, last[makers], of_all[makers])
         before = (made - gone).cumsum() + gone - made
@@ -79,16 +87,20 @@ class Lives:
             most[first], most[rest] = before[first] + size, 0
         return most
 
+    def _last_reads(self, own: npt.NDArray[np.bool_]) -> Ints:
+        """Of every operation's result where one of its `own` reads it last."""
+        readers, bases = self._reads
+        last = np.zeros(len(own), np.int64)
+        np.maximum.at(last, bases[own[readers]], readers[own[readers]])
+        return last
+
     def place(self, owner: str) -> int:
         """Where what is done for a captured operation begins."""
         return self._places[owner][0]
 
     @cached_property
     def exchanges(self) -> list["Exchanged"]:
-        readers, bases = self._reads
-        last = np.zeros(len(self.owners), np.int64)
-        np.maximum.at(last, bases, readers)
-        found = []
+        last, found = self._last_reads(np.ones(len(self.owners), bool)), []
         for place, node in enumerate(self.owners):
             if "exchange" in node.meta:
                 told = self._numbers.get(node.all_input_nodes[0], -1)
@@ -109,7 +121,15 @@ class Lives:
     @cached_property
     def readers(self) -> frozenset[fx.Node]:
         """Those that read what comes of others."""
-        return frozenset(reader for node in self.owners if "exchange" in node.meta for reader in node.users)
+        return frozenset(reader for node in self.exchanging for reader in node.users)
+
+    @cached_property
+    def exchanging(self) -> list[fx.Node]:
+        return [node for node in self.owners if "exchange" in node.meta]
+
+    @cached_property
+    def _named(self) -> dict[str, int]:
+        return {node.name: place for place, node in enumerate(self.owners)}
 
     @cached_property
     def _numbers(self) -> dict[fx.Node, int]:

@@ -105,10 +105,10 @@ class PatchWork:
         return {node.name: size for node, size in self.sizes.items() if node.meta.get("kind") != "read"}
 
     @remembered
-    def held_bytes(self, names: frozenset[str]) -> tuple[int, int]:
+    def held_bytes(self, names: frozenset[str], *between: frozenset[str]) -> tuple[int, int]:
         """Of these operations alone: bytes of the model's tensors that they read, and the most that their results hold
-        at once, what is gathered for them included."""
-        return self.lives.held_bytes(names, self.sizes, self.apart, self.inside)
+        at once, what is gathered for them included; `between` steps and others' operations as for `Lives`."""
+        return self.lives.held_bytes(names, self.sizes, self.apart, self.inside, *between)
 
     @remembered
     def levels(self, of_before: bool) -> Ints:
