@@ -11,7 +11,7 @@ from tests.distributed import ROOT
 
 SESSION = ("accelerate", "plans", "layouts", "checkpoints")
 ALONE = ("lora", "buckets", "sampling")
-PROSE = ("index", "data", "precision", "torchrun", "when-not", "limits")
+PROSE = ("index", "data", "precision", "torchrun", "when-not", "limits", "reference")
 
 
 def run(name: str, names: dict[str, Any]) -> None:
@@ -53,3 +53,9 @@ def test_every_guide_is_run_and_listed() -> None:
     assert pages == {*PROSE, *SESSION, *ALONE}
     listed = set(re.findall(r"(\S+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert listed == pages
+
+
+def test_the_reference_has_all_that_is_offered() -> None:
+    shown = set(re.findall(r"^::: fxpipe\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE))
+    errors = {name for name in fxpipe.__all__ if name in vars(fxpipe.errors)}
+    assert shown - {"errors"} == {*fxpipe.__all__} - errors

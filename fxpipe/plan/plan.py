@@ -69,8 +69,10 @@ class Plan(SavedPlan):
 
     Args:
         fingerprint: of the costed step it was made for.
-        cluster, cost_model: what it was made for, as `fxpipe.compile` takes them; a cost model that has no name is "".
-        batch_size, num_microbatches: samples of a step, and into how many micro-batches they go.
+        cluster: the machines it was made for, as `fxpipe.compile` takes them.
+        cost_model: likewise; one that has no name is "".
+        batch_size: samples of a step.
+        num_microbatches: into how many these go.
         cut: into how many blocks the step was to be cut, balanced for how many samples, and whether its batch may be.
         labels: of every stage its share of the work and the modules it begins and ends with.
         components: names of the frozen components.

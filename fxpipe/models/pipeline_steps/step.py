@@ -28,11 +28,10 @@ class PipelineStep(nn.Module):
     Drawn in every step, in this order: the VAE's posterior, noise, times, which captions are dropped.
 
     A family says by `encode` how captions are read and by `predict` how its denoiser is called: subclass one to change
-    either, or `latents`; `noise` is a module, to be replaced.
+    either, or `latents`; `noise` is a module, to be replaced. What it takes is as for `fxpipe.training_step`.
 
     Args:
         pipe: frozen, and in eval mode, are its VAE and whatever else is not trained: `requires_grad_(False)`.
-        snr_gamma, caption_dropout, train, max_sequence_length: as for `fxpipe.training_step`.
 
     Raises:
         CompileError: nothing would be trained, or the parts do not fit each other.
