@@ -81,7 +81,10 @@ def evaluate(cap: Capture, values: dict[str, Any], wanted: Callable[[str], bool]
         if isinstance(node.meta["val"], torch.SymInt | torch.SymFloat | torch.SymBool):
             values[node.name] = concrete(node.meta["val"], batch_size)
             continue
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: values[n.name])
+        args, kwargs = fx.node.map_aggregate(
+            (node.args, dict(node.kwargs)),
+            lambda value: values[value.name] if isinstance(value, fx.Node) else concrete(value, batch_size),
+        )
         values[node.name] = node.target(*args, **kwargs)
     return values
 

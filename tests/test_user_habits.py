@@ -145,6 +145,25 @@ def test_lengths_of_tensors_are_their_sizes() -> None:
     assert program.verify(x).ok
 
 
+class Unconditional(nn.Module):
+    """Trains without its text, whose encoder gives the shape of zeros alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.first, self.last = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        nothing = torch.zeros_like(torch.cat([self.encoder(text), self.encoder(text)]))
+        return self.last(torch.tanh(self.first(x)) + nothing.chunk(2)[0]).square().mean()
+
+
+def test_what_is_read_for_its_shape_is_not_computed() -> None:
+    inputs = {name: torch.randn(6, 4, dtype=torch.float64) for name in ("x", "text")}
+    program = fxpipe.compile(Unconditional().double(), 2, example_inputs=inputs, microbatches=3, schedule="1f1b")
+    assert program.verify(**inputs).ok
+    assert not any("encoder" in name for rank in program.step.programs for name in rank.state)
+
+
 def by_numpys_root(layer: nn.Module, x: Tensor) -> Tensor:
     """Normalised as EDM2's layers are (Karras et al., 2024, training/networks_edm2.py)."""
     norm = torch.linalg.vector_norm(x, dim=1, keepdim=True)

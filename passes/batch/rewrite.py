@@ -2,7 +2,8 @@
 
 cross_entropy(x, y)              ->   cross_entropy(x, y, reduction="sum") / (y != ignore_index).sum()
 squeeze(x)                       ->   squeeze(x, dims of size 1)          a micro-batch of one keeps its batch
-ones_like(h)                     ->   full([b, 8], 1)                     what no weight has a part in
+ones_like(h)                     ->   full([b, 8], 1)                     what no weight has a part in; h, too, where
+                                                                          nothing else reads it
 (w*l).sum()/w.sum() + d.mean()   ->   ... + d.mean() * (b / B)            two sums over micro-batches
 """
 
@@ -13,7 +14,9 @@ import torch
 from torch import fx
 
 from fxpipe.capture import private
+from fxpipe.capture.reach import reached
 from fxpipe.capture.sizes import is_symbolic
+from fxpipe.plan.block_graph import is_size
 from passes.batch.layout import RuleCall
 from passes.operations import operation_name
 
@@ -38,6 +41,21 @@ def prepare(graph: fx.Graph, depends: set[fx.Node]) -> None:
             targets = [n for n in call.tensors("target", "weight") if n in depends]
             if not targets and not call.arguments["target"].meta["val"].is_floating_point():
                 _divide_by_count(graph, node, call.arguments)
+    _drop_sized(graph)
+
+
+def _drop_sized(graph: fx.Graph) -> None:
+    """What is read for its size alone is not computed: that is a number of the batch."""
+    (output,) = graph.find_nodes(op="output")
+    needed = set(reached([output], lambda node: [] if is_size(node.meta.get("val")) else node.all_input_nodes))
+    for node in reversed(graph.find_nodes(op="call_function", target=aten.sym_size.int)):
+        if node.args[0] not in needed and node.args[0].op == "call_function":
+            known = {node: node.meta["val"]}
+            for user in list(node.users):
+                user.args = fx.map_arg(user.args, lambda n, known=known: known.get(n, n))  # type: ignore[misc]
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and (node not in needed or is_size(node.meta["val"])):
+            graph.erase_node(node)
 
 
 def _squeeze_named(graph: fx.Graph, node: fx.Node) -> None:
