@@ -144,3 +144,30 @@ def test_sums_of_half_precision_have_room_for_their_parts(how: Any) -> None:
     with sampler.call():
         for _ in range(2):
             assert torch.equal(sampler.predict(sample=sample), wanted)
+
+
+class Scaled(nn.Module):
+    """A video's frames beside a condition's, both scaled, under a window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 2, 5, padding=2).double()
+
+    def forward(self, sample: Tensor, condition: Tensor, sigma: Tensor) -> Tensor:
+        given = torch.cat([sample * (sigma**2 + 1).rsqrt(), condition * 2 - 1], 1)
+        frames: Tensor = self.conv(given.transpose(1, 2).flatten(0, 1))
+        made: Tensor = frames.unflatten(0, (len(sample), -1)).transpose(1, 2)
+        return made
+
+
+@pytest.mark.parametrize("how", [{"patches": 3}, {"patches": 3, "mode": "displaced", "warmup": 1}])
+def test_a_window_on_what_is_made_of_inputs_asks_nobody(how: Any) -> None:
+    torch.manual_seed(0)
+    model, given = Scaled(), {name: torch.randn(2, 2, 3, 9, 5).double() for name in ("sample", "condition")}
+    given["sigma"] = torch.full((), 2.0).double()
+    sampler = fxpipe.compile_sampler(model, 3, example=given, cfg=1, cache=False, **how)
+    assert {message.kind for message in sampler.step.messages} == {"prediction"}
+    with torch.no_grad(), sampler.call():
+        for step in range(3):
+            given |= {"sample": given["sample"] + step, "sigma": given["sigma"] / 2}
+            assert relative_error(sampler.predict(**given), model(**given)) <= 1e-12

@@ -24,6 +24,7 @@ from passes.rows import RowPlan
 from passes.rows.how import Window
 from passes.rows.sized import plain_like
 from passes.sampling.lives import Lives
+from passes.sampling.of_inputs import of_inputs
 from passes.sampling.patch_graph import PatchPiece, patch_graph
 from passes.sampling.patches import Patch
 from passes.sampling.work import (
@@ -177,9 +178,11 @@ def _holds(plan: RowPlan, form: PatchForm) -> bool:
 
 def _alike(plan: RowPlan, patch: Patch, form: PatchForm) -> Alike | None:
     units, names = _units(plan), tuple(names[0] for names in form.groups)
-    operands = {operand for name in names for operand in plan.sized.nodes[name].all_input_nodes}
-    reads = tuple(n.name for n in operands if n.op == "call_function" and n.name not in names)
-    piece = PatchPiece(frozenset(names), frozenset(), reads, names, form.shared, has_inputs=True)
+    windows = (plan.sized.nodes[name] for name in names if isinstance(plan.found[name].how, Window))
+    made = {*names, *(node.name for one in windows for node in of_inputs(plan, one.all_input_nodes[0]) or ())}
+    operands = {operand for name in made for operand in plan.sized.nodes[name].all_input_nodes}
+    reads = tuple(n.name for n in operands if n.op == "call_function" and n.name not in made)
+    piece = PatchPiece(frozenset(made), frozenset(), reads, names, form.shared, has_inputs=True)
     graphs = [patch_graph(plan, _like(patch, size), piece) for size in units]
     one, two = ({node.name: node for node in graph.nodes if node.op == "call_function"} for graph in graphs)
     targets = [{name: node.target for name, node in nodes.items()} for nodes in (one, two)]

@@ -84,7 +84,7 @@ def patch_graph(
     made = None if piece is None else piece.nodes | piece.early
     writer = PatchWriter(
         plan, patch, frozenset() if piece is None else piece.early, early_halos(plan, made) if exact else {},
-        has_inputs=piece is None or piece.has_inputs,
+        has_inputs=piece is None or piece.has_inputs, made=made,
     )  # fmt: skip
     for node in plan.sized.graph.nodes:
         if node.op == "placeholder":
@@ -206,15 +206,15 @@ def _narrowed(writer: PatchWriter, node: fx.Node, target: Any, arguments: dict[s
 def _with_halo(
     writer: PatchWriter, node: fx.Node, how: Window, operand: fx.Node, value: fx.Node, fill: float | str
 ) -> fx.Node:
-    """A captured value, or what it is here, with the rows around it that a window reads: of an input there are all."""
+    """A captured value, or what it is here, with the rows around it that a window reads: of inputs there are all."""
     rows = writer.plan.rows(value)
     shape = writer.patch.shape(value, rows)
     shape[rows.dim] += _more_rows(writer.patch, how)
-    if writer.has_inputs and value.meta.get("kind") == "input":
+    if (whole := writer.all_rows(value)) is not None:
         (start, stop), total = writer.patch.span(rows), rows.size(writer.patch.count)
         above, below = _at_border(writer.patch, how, rows)
         first, last = start - how.above + above, min(total, stop + how.below)
-        args = operand.args[0], rows.dim, [(0, 1, total, first, last - first)]
+        args = whole, rows.dim, [(0, 1, total, first, last - first)]
         own = writer.add(
             node, row_ops.cut_rows, args, "rows", [*shape[: rows.dim], last - first, *shape[rows.dim + 1 :]]
         )

@@ -5,7 +5,7 @@ wanted(k, None)            this patch's, gathered             gather(k)
 """
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from passes.rows.layout import Place, Rows, shape_of
 from passes.sampling import exchanges
 from passes.sampling.exchanges import Exchange
 from passes.sampling.halos import Early
+from passes.sampling.of_inputs import of_inputs
 from passes.sampling.patches import Patch
 
 Arguments = tuple[Any, ...] | Mapping[str, Any]
@@ -30,14 +31,15 @@ class PatchWriter:
 
     def __init__(
         self, plan: RowPlan, patch: Patch, early: Collection[str], early_halos: Mapping[fx.Node, Early],
-        has_inputs: bool,
+        has_inputs: bool, made: Set[str] | None,
     ) -> None:  # fmt: skip
         self.plan, self.patch, self.early, self.graph = plan, patch, early, fx.Graph()
-        self.early_halos, self.has_inputs = early_halos, has_inputs
+        self.early_halos, self.has_inputs, self.made = early_halos, has_inputs, made
         self.here: dict[fx.Node, fx.Node] = {}
         self.more_rows: dict[fx.Node, int] = {}  # than a patch has, of the others' around it
         self._cut: dict[tuple[fx.Node, Rows], fx.Node] = {}
         self.whole: dict[fx.Node, fx.Node] = {}
+        self._of_inputs: dict[fx.Node, fx.Node] = {}
         self.heads: dict[fx.Node, fx.Node] = {}
 
     # -- nodes
@@ -45,6 +47,7 @@ class PatchWriter:
     def placeholder(self, node: fx.Node) -> None:
         new = self.graph.placeholder(node.name)
         new.meta.update(node.meta)
+        self._of_inputs[node] = new
         state = self.plan.state(node)
         assert not isinstance(state, tuple)
         self.here[node] = new if state is None else self.cut_rows(node, new, state)
@@ -123,6 +126,19 @@ class PatchWriter:
                 whole = self.add(node, torch.ops.aten.pad.default, (whole, pad, state.mode), "padded")
             self.whole[node] = whole
         return self.whole[node]
+
+    def all_rows(self, value: fx.Node) -> fx.Node | None:
+        """All rows of a value that is made of inputs here, row by row; None of any other."""
+        made = of_inputs(self.plan, value) if self.has_inputs else None
+        if made is None or not (self.made is None or self.made >= {node.name for node in made}):
+            return None
+        for node in made:
+            if node not in self._of_inputs:
+                call = self.plan.calls[node.name]
+                operands = {one: self._of_inputs.get(one, self.here[one]) for one in call.operands.values()}
+                arguments = fx.map_arg(dict(call.arguments), operands.__getitem__)
+                self._of_inputs[node] = self.add(node, node.target, arguments, "all")
+        return self._of_inputs[value]
 
     def cut_rows(self, node: fx.Node, here: fx.Node, state: Rows) -> fx.Node:
         args = (here, state.dim, self.patch.stretches(state))

@@ -94,7 +94,7 @@ class StagedSamples:
     def cut(self, size: int, stage: Stage, patch: Patch) -> fx.Graph:
         """The graph of a stage's part of a patch, of so many samples; made when it is first asked for."""
         plan = self.plans[size]
-        piece = PatchPiece(stage.nodes, self.line.early, stage.reads, stage.returns)
+        piece = PatchPiece(stage.nodes, self.line.early, stage.reads, stage.returns, has_inputs=True)
         return patch_graph(plan, patch, piece, attended=Shared.of(plan, self.bands(plan), self.kinds), exact=True)
 
     def graphs(self, group: int, column: int, place: int) -> list[fx.Graph]:
