@@ -198,7 +198,7 @@ def compile_sampler(
     texts = str(network), priced_name(price, by)
     told = dict(example or {}).get("num_inference_steps") if name is not None else None
     setting = Setting(network, steps or (told if type(told) is int else _STEPS), limit, objective)
-    tracing = Tracing(rows_of, sizes, captures, observe)
+    tracing = Tracing(rows_of, sizes, captures, observe, tells=not ranks.rank)
     lowering = SampleLowering(asked, tracing, where, by, observe, *texts, known, setting)
     denoiser = Spread(module, lowering, ranks)
     if known is not None and known.expects is not None and known.expects.requests > 1:

@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -234,6 +235,9 @@ def test_modules_in_training_mode_are_told(caplog: pytest.LogCaptureFixture) -> 
             sampler = fxpipe.compile_sampler(model, 2, example={"input": x}, sample={"input": 2})
         assert caplog.text.count("2 and 1 more modules: in training mode") == told
         caplog.clear()
+        lowering: Any = sampler.denoiser.lowering
+        replace(lowering.tracing, tells=False).traced(model, (), {"input": x})  # as ranks that are not the first
+        assert not caplog.text
     with torch.no_grad():
         assert error(sampler.predict(input=x), model(x)) <= 1e-10
 

@@ -39,12 +39,13 @@ SizesChoice = Literal["auto", "any"]
 @dataclass(frozen=True)
 class Tracing:
     """How calls become graphs: where their rows are, whether their sizes are free from the first call on, the folder
-    that keeps captures."""
+    that keeps captures. One of several processes `tells`."""
 
     rows_of: RowsOf
     sizes: SizesChoice
     cache: Path | None
     observe: Observe
+    tells: bool = True
 
     def traced(
         self,
@@ -142,7 +143,8 @@ class Tracing:
         named = self.rows_of(module, dict(zip(inputs.tensor_names, tensors, strict=True)))
         rows = {inputs.first_names.get(name, name): dim for name, dim in named.items()}
         require_stateless(module)
-        _warn_of_training(module)
+        if self.tells:
+            _warn_of_training(module)
         with torch.inference_mode(False), _sampling(module):
             # No trace takes a tensor of inference_mode.
             known = inputs.flat([tensor.clone() if tensor.is_inference() else tensor for tensor in tensors])
