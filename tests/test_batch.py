@@ -267,6 +267,12 @@ STEPS: dict[str, tuple[str, str, int]] = {
         "mean",
         0,
     ),
+    "products_of_sums": (
+        "torch.dot((h := m.linear(x).square().mean((0, 1))), m.class_weights)"
+        ' + torch.einsum("i,ij,j->", m.class_weights, m.linear.weight, h) + torch.outer(h, m.class_weights).sum()',
+        "mean",
+        0,
+    ),
     "einsum": ('torch.einsum("bij,bkj,jl->bikl", m.linear(x), y, m.linear.weight).mean()', "mean", 0),
     "baddbmm": ("torch.baddbmm(m.linear(x) @ y.mT, m.linear(x), y.mT).square().mean()", "mean", 0),
     "norms": ("F.mse_loss(m.norm(F.instance_norm(m.conv(m.group(x)))), y)", "mean", 0),
@@ -335,6 +341,11 @@ REFUSED: dict[str, tuple[str, str]] = {
         "F.cross_entropy(m.linear(x[:, 0]) @ y[:, 0].T, torch.arange(x.shape[0]))",
         r"matmul.*multiplies samples of the batch with one another",
     ),
+    "sums_by_each_other": (
+        'torch.einsum("i,i->", (h := m.linear(x).mean((0, 1))), h)',
+        r"einsum.*summed over the batch",
+    ),
+    "sums_by_samples": ("torch.outer(m.linear(x).mean((0, 1)), w).mean()", r"outer.*summed over the batch"),
     "gram": ("(m.linear(x[:, 0]).T @ x[:, 0]).square().mean()", r"square.*only sums and products"),
     "batch_norm": (
         "F.batch_norm(m.linear(x), None, None, training=True).mean()",

@@ -19,6 +19,7 @@ from passes.operations import FACTORIES, acted_dims
 
 _NONE, _MEAN = 0, 1
 PRODUCTS = ("mul", "multiply", "div", "divide", "true_divide")
+_MULTILINEAR = ("mm", "bmm", "matmul", "mv", "dot", "inner", "outer", "einsum")
 # Linear in their one operand that counts samples; the rules for layouts apply as ever.
 _LINEAR = frozenset(
     "reshape view _unsafe_view flatten unflatten squeeze unsqueeze permute transpose t to _to_copy clone contiguous "
@@ -89,9 +90,8 @@ def linear(call: RuleCall, rule: Rule) -> list[Result]:
     states = {name: _state_of(call, name) for name in call.arguments}
     if call.name in PRODUCTS and call.arguments.get("rounding_mode") is None:
         return [_product(call, states["self"], states["other"], 1 if call.name.startswith("mul") else -1)]
-    if call.name in ("mm", "bmm", "matmul") and any(state.form == "partial" for state in states.values()):
-        first, second = list(states.values())[:2]
-        return [_product(call, first, second, 1)]
+    if call.name in _MULTILINEAR and any(_tensor_state(call, node).form == "partial" for node in call.operands):
+        return [_product_of_all(call, [_tensor_state(call, node) for node in call.operands])]
     if call.name in _CHOICES:
         *chosen, mask = _CHOICES[call.name]
         return [_product(call, _one_of(call, *chosen), states[mask], 1)]
@@ -144,6 +144,14 @@ def _product(call: RuleCall, a: State, b: State, sign: int) -> State:
     if (a.layout or b.layout) or forms != {"partial", "value"} or (sign < 0 and b.form == "partial"):
         raise Mixed(f"it combines samples with a value summed over the batch: {_NOT_LINEAR}")
     return State(None, "partial", a.power + sign * b.power)
+
+
+def _product_of_all(call: RuleCall, states: list[State]) -> State:
+    """Of an operation that is linear in each of its operands."""
+    first, *others = sorted(state.form for state in states)
+    if any(state.layout for state in states) or first != "partial" or {*others} != {"value"}:
+        raise Mixed(f"it combines samples with a value summed over the batch: {_NOT_LINEAR}")
+    return State(None, "partial", sum(state.power for state in states))
 
 
 def _place(call: RuleCall) -> BatchLayout | None:
