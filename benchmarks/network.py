@@ -11,8 +11,8 @@ messages of 256 KiB. It is taken one direction at a time, and both at once, whic
 where they do not, that of both at once counts, as programs use it. Each is the tenth percentile of many, so that other
 work on the machine counts little. Both directions beside matrix products show what the bytes of messages take from
 computation, and many messages of 4 bytes beside products what every message takes, whatever its bytes: medians, since
-where threads of the network share their cores with computation it is 0.05 or 1 ms as the system places them. Rank 0
-prints.
+where threads of the network share their cores with computation it is 0.05 or 1 ms as the system places them, of runs
+that take turns, since a machine's speed drifts. Rank 0 prints.
 """
 
 import os
@@ -68,12 +68,11 @@ def measured_cluster(rank: int, world_size: int, num_bytes: int = LARGE) -> Clus
     alone, shared = num_bytes / (larger - large), num_bytes / (more - both)
     long = as_rank_zero(rank, max(num_bytes, round(BESIDE_SECONDS * shared)))
     work = products(4 * long / shared)
-    beside, apart = (usual_seconds(partial(exchange, rank, size, work), rounds, share=5) for size in (long, SMALL))
-    taken = (beside - apart) * alone / (2 * long)
+    beside, apart = (partial(exchange, rank, size, work) for size in (long, SMALL))
+    taken = more_seconds(beside, apart, rounds) * alone / (2 * long)
     each = products(MANY_SECONDS / MANY)
-    alone_or_many = (lambda: [each() for _ in range(MANY)].clear()), (lambda: exchange_many(rank, each))
-    products_alone, with_messages = (usual_seconds(run, MANY_ROUNDS, share=5) for run in alone_or_many)
-    overhead = (with_messages - products_alone) / (2 * MANY)
+    with_messages, products_alone = partial(exchange_many, rank, each), lambda: [each() for _ in range(MANY)].clear()
+    overhead = more_seconds(with_messages, products_alone, MANY_ROUNDS) / (2 * MANY)
     return cluster(small, alone, shared, taken, overhead, world_size)
 
 
@@ -125,16 +124,26 @@ def exchange_many(rank: int, work: Callable[[], None]) -> None:
             request.wait()
 
 
-def usual_seconds(run: Callable[[], object], rounds: int, share: int = 1) -> float:
-    """The time that so many tenths of the rounds do not exceed."""
+def usual_seconds(run: Callable[[], object], rounds: int) -> float:
+    """The time that a tenth of the rounds do not exceed."""
     for _ in range(rounds // 2):
         run()
-    seconds = []
-    for _ in range(rounds):
-        started = time.perf_counter()
+    return statistics.quantiles([seconds(run) for _ in range(rounds)], n=10, method="inclusive")[0]
+
+
+def more_seconds(run: Callable[[], object], other: Callable[[], object], rounds: int) -> float:
+    """By what one usually takes longer than the other: they take turns, as a machine's speed drifts."""
+    for _ in range(rounds // 2):
+        other()
         run()
-        seconds.append(time.perf_counter() - started)
-    return statistics.quantiles(seconds, n=10, method="inclusive")[share - 1]
+    pairs = [(seconds(other), seconds(run)) for _ in range(rounds)]
+    return statistics.median(longer - shorter for shorter, longer in pairs)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
 
 
 def cluster(latency: float, alone: float, shared: float, taken: float, overhead: float, world_size: int) -> Cluster:

@@ -9,8 +9,8 @@ A U-Net and a DiT whose step on two samples, as with and without a prompt, takes
 Links are throttled by tc between network namespaces, which needs root; elsewhere only "none", the wire as it is, is
 measured. Every way is compiled for every wire, as that was measured. Then rounds of all ways take turns, since a
 machine's speed drifts; what is shown are medians over the steps, of displaced ones over those that follow others. They
-are predicted from the programs' operations, each timed by all ranks at once, scaled so that the program of one rank
-takes what it took, and the measured link.
+are predicted from the programs' operations, each timed by all ranks at once and among the measurements, scaled so that
+the program of one rank takes what it took, and the measured link.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from benchmarks.network import LARGE, measured_cluster
 from cost_models.timed import Timed
 from fxpipe.analysis import shared_cost_model
 from fxpipe.cluster import Cluster
+from fxpipe.costs.model import CostModel
 from fxpipe.plan.block_graph import human_bytes
 from fxpipe.simulate import timeline
 from fxpipe.simulate.op_lists import StepOps
@@ -93,6 +94,12 @@ def main() -> None:
     if "RANK" in os.environ:
         measure(options)
         return
+    cores, share = len(os.sched_getaffinity(0)), options.share or 1.0
+    if options.ranks * share > cores and not options.tiny:
+        parser.error(
+            f"{options.ranks} processes cannot have {share:g} of a core each, of {cores}: who waits speeds others up, "
+            f"which is not predicted; give --share {0.9 * cores / options.ranks:.2g}"
+        )
     with namespaces(options.ranks, options.share) as start:
         print(start([__file__, *sys.argv[1:]]), end="")
 
@@ -105,8 +112,8 @@ def measure(options: argparse.Namespace) -> None:
     for column in ("model", "wire", "way", "measured", "of one device", "predicted", "error", "a rank receives"):
         table.add_column(column, justify="left" if column in ("model", "wire", "way") else "right")
     dist.init_process_group("gloo")
-    measured = Timed("cpu", shared_cost_model("measured", options.ranks))
-    compared = [Compared(name, options.ranks, options.tiny, measured) for name in options.models]
+    base = shared_cost_model("measured", options.ranks)
+    compared = [Compared(name, options.ranks, options.tiny, base) for name in options.models]
     for rate in wires(options.rates, console.print):
         found = [measured_cluster(rank, options.ranks, LARGE if rate == "none" else 1 << 20)]
         dist.broadcast_object_list(found)
@@ -124,11 +131,10 @@ def measure(options: argparse.Namespace) -> None:
 class Compared:
     """All ways of one model."""
 
-    def __init__(self, name: str, ranks: int, tiny: bool, costs: Timed) -> None:
-        self.name, self.ranks, self.costs = name, ranks, costs
+    def __init__(self, name: str, ranks: int, tiny: bool, base: CostModel) -> None:
+        self.name, self.ranks, self.base = name, ranks, base
         self.model, self.example = MODELS[name](tiny)
         self.alone = self.compiled(1)
-        self.predicted_alone = self.alone.simulate(cost_model=costs).makespan_seconds
 
     def compiled(self, ranks: int, **given: Any) -> fxpipe.Sampler:
         """So many ranks' sampler, as is asked for."""
@@ -137,29 +143,37 @@ class Compared:
     def rows(self, rounds: int, cluster: Cluster) -> Iterator[list[str]]:
         """Of the table, on the wire of this cluster."""
         samplers = {way: self.compiled(self.ranks, cluster=cluster, **given) for way, given in ways(self.ranks).items()}
-        taken: dict[str, list[float]] = {way: [] for way in ("one device", "program of one", *samplers)}
+        programs, costs = {"program of one": self.alone, **samplers}, Timed("cpu", self.base)
+        for sampler in programs.values():
+            steady_ops(sampler, costs)
+        taken: dict[str, list[float]] = {way: [] for way in ("one device", *programs)}
         for _ in range(rounds):
             taken["one device"] += eager_seconds(self.model, self.example)
-            taken["program of one"] += step_seconds(self.alone, self.example)
-            for way, sampler in samplers.items():
+            costs.time_again()
+            for way, sampler in programs.items():
                 taken[way] += step_seconds(sampler, self.example)
+            costs.time_again()
         seconds = {way: statistics.median(of_way) for way, of_way in taken.items()}
-        scale = seconds["program of one"] / self.predicted_alone
+        scale = seconds["program of one"] / predicted(self.alone, costs, 1.0, cluster)
         for way, measured in seconds.items():
             row = [way, f"{measured:.3f}", f"{seconds['one device'] / measured:.2f}x"]
             if way in samplers:
-                predicted = self.predicted(samplers[way], scale, cluster)
-                row += [f"{predicted:.3f}", f"{predicted / measured - 1:+.1%}", most_received(samplers[way])]
+                told = predicted(samplers[way], costs, scale, cluster)
+                row += [f"{told:.3f}", f"{told / measured - 1:+.1%}", most_received(samplers[way])]
             yield row
         for sampler in samplers.values():
             sampler.close()
 
-    def predicted(self, sampler: fxpipe.Sampler, scale: float, cluster: Cluster) -> float:
-        """Seconds of a step after others."""
-        counts = (BEFORE, BEFORE + 1)
-        ops = [sampler.denoiser.lowering.ops(sampler.step, count, self.costs) for count in counts]
-        before, after = (makespan(steps, scale, cluster) for steps in ops)
-        return after - before
+
+def steady_ops(sampler: fxpipe.Sampler, costs: Timed) -> list[StepOps]:
+    """Of the steps before a steady one, and of these and that one."""
+    return [sampler.denoiser.lowering.ops(sampler.step, count, costs) for count in (BEFORE, BEFORE + 1)]
+
+
+def predicted(sampler: fxpipe.Sampler, costs: Timed, scale: float, cluster: Cluster) -> float:
+    """Seconds of a step after others, on a device that takes `scale` times as long."""
+    before, after = (makespan(steps, scale, cluster) for steps in steady_ops(sampler, costs))
+    return after - before
 
 
 def makespan(steps: StepOps, scale: float, cluster: Cluster) -> float:

@@ -51,6 +51,13 @@ class Timed(CostModel):
         self._taken |= self._timed(list(new))
         return [expected(taken) if (taken := self._taken[operation]) else None for operation in operations]
 
+    def time_again(self) -> None:
+        """One more round of all that has been timed: called among measurements, the mean has their drift."""
+        with torch.no_grad():
+            for operation, taken in self._taken.items():
+                if taken:
+                    taken += self._run(operation)
+
     def _timed(self, operations: Sequence[Operation]) -> dict[Operation, list[float]]:
         taken: defaultdict[Operation, list[float]] = defaultdict(list)
         with torch.no_grad():

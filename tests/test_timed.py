@@ -62,3 +62,14 @@ def test_what_cannot_be_run_is_counted() -> None:
     assert some is not None
     assert some > 0
     assert operation_seconds(BASE, [product(100)]).popitem()[1] == pytest.approx(2e6 / 1e12)
+
+
+def test_timing_again_adds_to_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = Operation.of(aten.index_select.default, torch.ones(0, 2), 0, torch.ones(4, dtype=torch.int64))
+    inside, clock = Operation.of(aten.neg.default, torch.ones(2)), iter(range(1000))
+    model = Timed("cpu", BASE)
+    monkeypatch.setattr(timed, "now", lambda device: float(next(clock)))
+    assert model.operation_seconds([outside, inside]) == [None, 1.0]
+    monkeypatch.setattr(timed, "now", lambda device: 7.0 * next(clock))
+    model.time_again()
+    assert model.operation_seconds([outside, inside]) == [None, (timed.ROUNDS - 1 + 7) / timed.ROUNDS]
