@@ -5,8 +5,8 @@ unit stage_1:   reads   sample_mix (edge), timesteps (input), draw_1 (draw)
                 returns h_12 (read by stage 2), h_9 (read by stage 3)
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,8 +143,19 @@ def _as_marked(node: fx.Node) -> AbstractContextManager[object]:
         device, dtype, enabled = node.meta["autocast"]
         stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
     if private.packet_name(node.target) == "lstm":  # a graph cannot call the gradient of oneDNN's, of float32
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        stack.enter_context(_without_onednn())
     return stack
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """That alone: `torch.backends.mkldnn.flags` also sets, and warns of, what is only for Intel's GPUs."""
+    was_enabled = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = was_enabled
 
 
 def _placer(env: dict[fx.Node, Any], batch_size: int, device: torch.device) -> Callable[[Any], Any]:
