@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from diffusers.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -261,6 +262,37 @@ def test_settings_that_are_back_are_known(traces: list[object]) -> None:
     assert traced(1.0)
     gc.collect()
     assert before() is None
+
+
+class Loop:
+    """Of no library, with a denoiser of diffusers."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net, self.components = net, {"net": net}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for time in (9, 8):
+            x = x - 0.1 * self.net(x, torch.tensor(time)).sample
+        return x
+
+
+def test_hooks_of_guiders_are_known_when_they_are_back(traces: list[object]) -> None:
+    """They are put on a pipeline's denoiser for one prediction of a step, and hold it then."""
+    torch.manual_seed(0)
+    one = small("UNet2DModel")
+    pipe, x = Loop(one.model), one.example["sample"]
+    fast = fxpipe.compile_sampler(pipe, 2, example={"x": x}, patches=2).pipeline()
+    registry, counts = HookRegistry.check_if_exists_or_initialize(fast.net), []
+    for _ in range(2):
+        del traces[:]
+        registry.register_hook(ModelHook(), "guided")
+        with torch.no_grad():
+            hooked = fast(x)
+            registry.remove_hook("guided")
+            assert torch.allclose(hooked, fast(x), rtol=0, atol=1e-10)
+            assert torch.allclose(hooked, pipe(x), rtol=0, atol=1e-10)
+        counts.append(len(traces))
+    assert counts[1] == 0
 
 
 class Elsewhere(nn.Module):

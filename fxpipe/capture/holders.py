@@ -18,6 +18,7 @@ from fxpipe.capture import private
 from fxpipe.capture.code_names import globals_in, names_in
 from fxpipe.capture.files import is_installed
 from fxpipe.capture.kept_numbers import Count
+from fxpipe.capture.model_digest import STANDS_FOR
 
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 WEIGHTS = ("_parameters", "_buffers", "_modules")
@@ -203,6 +204,7 @@ class _Walk:
     def _value(self, owner: str, path: str, value: Any, depth: int) -> None:
         if type(value) in PLAIN or isinstance(value, torch.Tensor):
             return
+        value = getattr(type(value), STANDS_FOR, value)
         if isinstance(value, nn.Module):
             self.modules(value, owner, path)
         elif isinstance(value, type):

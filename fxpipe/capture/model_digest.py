@@ -34,6 +34,8 @@ from fxpipe.capture.code_names import Unknowable, imported, is_outside, names_in
 from fxpipe.capture.files import is_installed
 from fxpipe.capture.inputs import InputSpec
 
+STANDS_FOR = "_stands_for"
+"""An attribute of a class whose instances are, to whoever asks what a model holds, the module that it names."""
 _FORMAT = 4  # of what is stored: another one makes every entry another
 _MOST_BYTES = 1 << 26  # of tensors and arrays that count by their values
 _UNORDERED = ("_use_default_values",)  # a list that diffusers makes of a set: in another order in every process
@@ -91,6 +93,7 @@ class _Digest:
 
     def value(self, value: Any, where: str) -> None:
         """Add a value; `where` it is found, for a refusal."""
+        value = getattr(type(value), STANDS_FOR, value)
         kind = type(value)
         if kind in _PLAIN or isinstance(value, _NAMED):
             self._put(kind.__name__, value.hex() if kind is float else repr(value))

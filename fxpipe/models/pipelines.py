@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.capture.model_digest import STANDS_FOR
 from fxpipe.capture.private import uncompiled
 from fxpipe.capture.state import state_kept
 from fxpipe.errors import CompileError
@@ -50,7 +51,7 @@ def shell(
             stream.stream_name = before
 
     # torch.compile of a shell has nothing to compile, and ranks run nothing that it could trace
-    members = {"cache_context": cache_context, "__deepcopy__": copied}
+    members = {"cache_context": cache_context, "__deepcopy__": copied, STANDS_FOR: module}
     return _sharing(module, _like(kind, torch.compiler.disable(call), **members))
 
 
