@@ -635,7 +635,7 @@ class Written(nn.Module):
         self.conv = nn.Conv2d(2, 2, 3, padding=1).double()
 
     def forward(self, x: Tensor, t: Tensor, img_ids: Tensor | None = None) -> Tensor:
-        return self.conv(x.flatten(0, -4)).reshape(x.shape) * t
+        return self.conv(self.conv(x.flatten(0, -4))).reshape(x.shape) * t
 
 
 class OwnLoop:
