@@ -269,7 +269,8 @@ STEPS: dict[str, tuple[str, str, int]] = {
     ),
     "products_of_sums": (
         "torch.dot((h := m.linear(x).square().mean((0, 1))), m.class_weights)"
-        ' + torch.einsum("i,ij,j->", m.class_weights, m.linear.weight, h) + torch.outer(h, m.class_weights).sum()',
+        ' + torch.einsum("i,ij,j->", m.class_weights, m.linear.weight, h)'
+        ' + torch.einsum("ij->", torch.outer(h, m.class_weights))',
         "mean",
         0,
     ),

@@ -53,9 +53,7 @@ def _drop_sized(graph: fx.Graph) -> None:
             known = {node: node.meta["val"]}
             for user in list(node.users):
                 user.args = fx.map_arg(user.args, lambda n, known=known: known.get(n, n))  # type: ignore[misc]
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and (node not in needed or is_size(node.meta["val"])):
-            graph.erase_node(node)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "call_function")
 
 
 def _squeeze_named(graph: fx.Graph, node: fx.Node) -> None:

@@ -149,7 +149,7 @@ def _product(call: RuleCall, a: State, b: State, sign: int) -> State:
 def _product_of_all(call: RuleCall, states: list[State]) -> State:
     """Of an operation that is linear in each of its operands."""
     first, *others = sorted(state.form for state in states)
-    if any(state.layout for state in states) or first != "partial" or {*others} != {"value"}:
+    if any(state.layout for state in states) or first != "partial" or {*others} - {"value"}:
         raise Mixed(f"it combines samples with a value summed over the batch: {_NOT_LINEAR}")
     return State(None, "partial", sum(state.power for state in states))
 
