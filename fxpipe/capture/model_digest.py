@@ -34,7 +34,7 @@ from fxpipe.capture.code_names import Unknowable, imported, is_outside, names_in
 from fxpipe.capture.files import is_installed
 from fxpipe.capture.inputs import InputSpec
 
-STANDS_FOR = "_stands_for"
+STANDS_FOR = "_fxpipe_stands_for"
 """An attribute of a class whose instances are, to whoever asks what a model holds, the module that it names."""
 _FORMAT = 4  # of what is stored: another one makes every entry another
 _MOST_BYTES = 1 << 26  # of tensors and arrays that count by their values
