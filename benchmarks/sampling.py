@@ -1,6 +1,6 @@
 """Seconds of a sampling step on processes of this machine over gloo, a thread each, by every way; and as predicted.
 
-    python benchmarks/sampling.py                                      2 ranks, three wires: about 8 minutes
+    python benchmarks/sampling.py                                      2 ranks, three wires: about 20 minutes
     python benchmarks/sampling.py --ranks 3 --share 0.6 --rates none   of 0.6 of a core each: two cores have three
     python benchmarks/sampling.py --models U-Net --rounds 5 --rates none
     python benchmarks/sampling.py --tiny                               whether it runs; no measurement
@@ -149,10 +149,10 @@ class Compared:
         taken: dict[str, list[float]] = {way: [] for way in ("one device", *programs)}
         for _ in range(rounds):
             taken["one device"] += eager_seconds(self.model, self.example)
-            costs.time_again()
+            together(costs)
             for way, sampler in programs.items():
                 taken[way] += step_seconds(sampler, self.example)
-            costs.time_again()
+            together(costs)
         seconds = {way: statistics.median(of_way) for way, of_way in taken.items()}
         scale = seconds["program of one"] / predicted(self.alone, costs, 1.0, cluster)
         for way, measured in seconds.items():
@@ -163,6 +163,12 @@ class Compared:
             yield row
         for sampler in samplers.values():
             sampler.close()
+
+
+def together(costs: Timed) -> None:
+    """All ranks at once."""
+    dist.barrier()
+    costs.time_again()
 
 
 def steady_ops(sampler: fxpipe.Sampler, costs: Timed) -> list[StepOps]:
