@@ -39,15 +39,15 @@ SOME = 0.4  # of a step's time: for some exchanges, not for all
 
 
 class Small(nn.Module):
-    """A U-Net's kinds of exchanges: halos (none of an input, which all have whole), moments, keys and values."""
+    """A U-Net's kinds of exchanges: halos (none of what inputs say, which all have whole), moments, keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
-        self.norm, self.heads = nn.GroupNorm(2, 4), nn.Linear(4, 12)
+        self.norm, self.heads, self.mix = nn.GroupNorm(2, 4), nn.Linear(4, 12), nn.Linear(2, 2)
 
     def forward(self, sample: Tensor, time: Tensor) -> Tensor:
-        hidden = self.norm(self.first(2 * sample)) * (1 + time.reshape(-1, 1, 1, 1))
+        hidden = self.norm(self.first(self.mix(sample.movedim(1, -1)).movedim(-1, 1))) * (1 + time.reshape(-1, 1, 1, 1))
         q, k, v = self.heads(hidden.flatten(2).mT).unflatten(-1, (3, 4)).unbind(2)
         attended = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
         return self.last(hidden + attended.mT.unflatten(2, hidden.shape[2:]))  # type: ignore[no-any-return]
