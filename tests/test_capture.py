@@ -408,6 +408,15 @@ def test_outputs_without_a_loss_are_refused(output: Callable[[Tensor, Tensor], A
         fxpipe.compile(Returns(output), 2, example_inputs=(noise(6, 4), noise(6, 4)))
 
 
+def test_assertions_that_no_rank_checks_are_told() -> None:
+    def middle(s: Step, h: Tensor, y: Tensor) -> Tensor:
+        torch._assert_async(h.isfinite().all(), "not finite")
+        return h
+
+    program = exact(Step(middle), batch())
+    assert any("_assert_async.msg is left out: no rank checks it" in note for note in program.plan.notes)
+
+
 # Regions
 
 

@@ -215,7 +215,7 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     updates, seen = taken_out(graph, rewritten, tensors)
     held = {node.meta["state"]: constants[node.name] for node in graph.nodes if node.name in constants}
     require_plain(model, updates, exported.numbers.read, held)
-    _drop_no_ops(graph)
+    unchecked = _drop_no_ops(graph)
     _mark_requires_grad(graph, wanted, tensors)
     graph.eliminate_dead_code()
     functionalise.refuse_hidden_writes(overwritten)
@@ -244,7 +244,7 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     _refuse_foreign_gradients(graph, constants, {name: parameters[name] for name in wanted} if is_step else {})
     graph.lint()
     batch = _batch(graph, exported)
-    notes = () if batch else _notes(exported)
+    notes = (*(() if batch else _notes(exported)), *unchecked)
     return Capture(
         graph, inputs, tensors, constants, trainable, tied, draws, batch, unused, notes, exported.fewest,
         exported.most, tuple(left_out), step_fingerprint(graph, draws, updates), exported.numbers.read, exported.kept,
@@ -350,8 +350,10 @@ _SIZED_BY_VALUES = {torch.ops.aten.where.default, torch.ops.aten.nonzero_numpy.d
 _SIZED_BY_NUMBER = (torch.ops.aten.one_hot.default, torch.ops.aten.repeat_interleave.Tensor)  # where they are given one
 
 
-def _drop_no_ops(graph: fx.Graph) -> None:
-    """Remove assertions, dropouts that drop nothing, casts and broadcasts that change nothing."""
+def _drop_no_ops(graph: fx.Graph) -> tuple[str, ...]:
+    """Remove assertions, dropouts that drop nothing, casts and broadcasts that change nothing; returns notes on those
+    assertions which would have looked at values."""
+    unchecked = dict[str, None]()
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -360,10 +362,13 @@ def _drop_no_ops(graph: fx.Graph) -> None:
             graph.erase_node(node)
             continue
         if private.is_assertion(node.target):
+            if private.packet_name(node.target) == "_assert_async":
+                unchecked[f"{private.where(node)}: {node.target} is left out: no rank checks it"] = None
             graph.erase_node(node)
         elif passes_through(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+    return tuple(unchecked)
 
 
 def _not_broadcast(node: fx.Node) -> fx.Node | None:
