@@ -419,6 +419,26 @@ def lonely_main() -> None:
             DistributedTransport(timeout_seconds=0.5)
 
 
+def test_a_handler_of_sigterm_that_is_set_later_decides() -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    watching = watchdog.Watchdog(store, 0, 1, None, lambda: None, 0.01, 1.0)
+    before, seen = signal.getsignal(signal.SIGTERM), list[int]()
+    watching.beat()
+    watching.start()
+    try:
+        signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01 * 3 * watchdog.TERMINATED_TICKS)
+        watching.close()
+        assert seen == [signal.SIGTERM]
+        assert watching.failure is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == [signal.SIGTERM] * 2
+    finally:
+        watching.close()
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_rank_that_never_comes_is_missed() -> None:
     run_processes(2, lonely_main)
 

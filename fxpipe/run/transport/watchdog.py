@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from fxpipe.run.transport import GRACE_SECONDS, failure_text
@@ -67,8 +67,8 @@ class Watchdog:
         self._takes_signals = (
             threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         )
-        if self._takes_signals:  # a handler of the user's own stays, and decides
-            signal.signal(signal.SIGTERM, lambda number, frame: None)
+        if self._takes_signals:  # a handler of the user's own stays, and decides, also one that is set later
+            signal.signal(signal.SIGTERM, self._wait_for_the_next_look)
             # Written to at once, where a Python handler has to wait for a main thread that is blocked in C++.
             self._wakeup_fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         atexit.register(self.close)
@@ -138,7 +138,8 @@ class Watchdog:
         sys.excepthook = self._excepthook
         if self._takes_signals:
             signal.set_wakeup_fd(self._wakeup_fd)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._decides():
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._wake.send(b"\0")
         self._thread.join()  # or it could write "alive" after "left"
         with suppress(RuntimeError):
@@ -176,13 +177,20 @@ class Watchdog:
             received = self._sleep()
             if signal.SIGINT in received:
                 self._interrupt()  # so that KeyboardInterrupt can be raised
-            if signal.SIGTERM in received and ticks_left is None:
+            if signal.SIGTERM in received and ticks_left is None and self._decides():
                 ticks_left, self._lost_ticks = TERMINATED_TICKS, SUSPECT_TICKS
             elif ticks_left is not None:
                 ticks_left -= 1
         if not self._closed.wait(GRACE_SECONDS):
             self._say(f"is ended, {GRACE_SECONDS:g} s after this, and without engine.close() since: {self.failure}")
             os._exit(1)
+
+    def _wait_for_the_next_look(self, number: int, frame: FrameType | None) -> None:
+        """The handler of SIGTERM."""
+
+    def _decides(self) -> bool:
+        """Whether SIGTERM still is for this one."""
+        return signal.getsignal(signal.SIGTERM) == self._wait_for_the_next_look
 
     def _stop(self, failure: str) -> None:
         self._say(f"in {self.action} stops: {failure}")
