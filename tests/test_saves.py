@@ -1,5 +1,6 @@
 """Runs that are saved and taken up again: to the same bits in one layout, exactly in others, whatever ended them."""
 
+import copy
 import errno
 import json
 import os
@@ -258,6 +259,25 @@ def test_several_optimizers_are_told_to_be_saved_by_name(tmp_path: Path) -> None
     run = local(LINE)
     with pytest.raises(fxpipe.RunError, match=r"optimizer is a list; give one of torch.optim, and further .* extra"):
         run.engine.save(tmp_path, [run.optimizer, run.momentum])
+
+
+def test_what_one_rank_has_of_an_optimizer_is_told_and_refused_on_another() -> None:
+    def body(run: SavedRun) -> str:
+        run.train(0, 1)
+        state = None
+        if run.engine.rank == 0:
+            with pytest.warns(UserWarning, match=r"on rank 0 is without the states of \d+ parameters"):
+                state = copy.deepcopy(run.optimizer.state_dict())
+        run.optimizer.load_state_dict(run.engine._everyones(state)[0])
+        run.engine.step(batch(2, ROWS))
+        if run.engine.rank == 0:
+            run.optimizer.step()
+            return ""
+        with pytest.raises(fxpipe.RunError, match=r"states of \d+ parameters that other .* of 2 of the 10"):
+            run.optimizer.step()
+        return "refused"
+
+    assert on_ranks(2, LINE, body) == ["", "refused"]
 
 
 def test_what_ranks_had_apart_is_loaded_into_their_layout_alone(tmp_path: Path) -> None:

@@ -4,20 +4,24 @@
     rank 1   engine.step                    engine.step        told: left out
 
 Were ranks to differ, the parts of a model would be of different runs. Optimizers over parts of a model, such as what a
-rank trains itself, may differ, and are not compared.
+rank trains itself, may differ, and are not compared. Who asks for the state of one over a whole model is told that it
+is this rank's.
 """
 
+import warnings
 import weakref
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fxpipe.run.ownership import is_idle, num_claims, owners
+from fxpipe.run.ownership import is_idle, num_claims, owners, uses_as_is
 
 _PLAIN = (type(None), bool, int, float, str, tuple)
 _watching: "weakref.WeakSet[OptimizerSteps]" = weakref.WeakSet()
+_telling: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 class OptimizerSteps:
@@ -38,6 +42,9 @@ class OptimizerSteps:
             self._known[optimizer] = state, is_of_all
         if not is_of_all:
             return
+        if optimizer not in _telling:
+            optimizer.register_state_dict_pre_hook(partial(_tell_part, self._rank))
+            _telling.add(optimizer)
         self._count += 1
         self._options = {"optimizer": type(optimizer).__name__, "number of optimizer steps since": self._count}
         for number, group in enumerate(optimizer.param_groups):
@@ -61,6 +68,17 @@ class OptimizerSteps:
         options, self._options, self._count = self._options, {}, 0
         is_told = options or (not self._has_parts and any(self._rank in owners(p) for p in self._trained))
         return bool(options) if is_told else None, options
+
+
+def _tell_part(rank: int, optimizer: Optimizer) -> None:
+    trained = [p for group in optimizer.param_groups for p in group["params"] if owners(p)]
+    elsewhere = sum(rank not in owners(parameter) for parameter in trained)
+    if elsewhere and not uses_as_is():
+        warnings.warn(
+            f"optimizer.state_dict() on rank {rank} is without the states of {elsewhere} parameters of {len(trained)}, "
+            "which other ranks train and a checkpoint of it would lack: engine.save writes all, by name",
+            stacklevel=4,
+        )
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import RunError
+from fxpipe.run.ownership import as_is
 from fxpipe.run.saves.checkpoint import Checkpoint
 from fxpipe.run.saves.run import Stateful, TrainingRun
 from fxpipe.run.saves.values import decode, encode
@@ -36,7 +37,8 @@ def optimizer_state(
         raise RunError(
             f"optimizer is a {type(optimizer).__name__}; give one of torch.optim, and further ones in extra, by name"
         )
-    state = optimizer.state_dict()
+    with as_is():
+        state = optimizer.state_dict()
     if state.keys() != {"state", "param_groups"}:
         raise RunError(f"the optimizer's state has {', '.join(state)}, not state and param_groups alone: use extra")
     groups, named = [], _parameter_names(run, optimizer)
