@@ -453,6 +453,32 @@ def test_numbers_that_all_patches_share() -> None:
     assert fxpipe.compile_sampler(Centred().double(), 2, example={"x": noise(2, 2, 8, 8)}, cfg=1, **how).verify().ok
 
 
+class Middle(nn.Module):
+    """What lies in the middle of all rows, between two layers; an operation without a rule, of two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.first(x)
+        return self.second(made * made.median(1, keepdim=True)[0])  # type: ignore[no-any-return]
+
+
+def test_what_a_patch_makes_of_all_rows_is_its_own() -> None:
+    torch.manual_seed(0)
+    model, x, bounds = Middle().double(), noise(1, 12, 4), (0, 4, 8, 12)
+    how: dict[str, Any] = {"stages": 2, "patches": bounds, "mode": "displaced", "sample": {"x": 1}}
+    sampler = fxpipe.compile_sampler(model, 2, example={"x": x}, **how)
+    _, found = sampled(sampler, [{"x": x}, {"x": x.cos()}], ("fresh", "displaced"))
+    with torch.no_grad():
+        known, now = model.first(x), model.first(x.cos())
+        for start, stop in pairwise(bounds):
+            known[:, start:stop] = now[:, start:stop]
+            wanted = model.second(now * known.median(1, keepdim=True)[0])
+            assert error(found[:, start:stop], wanted[:, start:stop]) <= 1e-12
+
+
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(2, keepdim=True).expand_as(x) * 2
