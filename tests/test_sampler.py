@@ -101,6 +101,34 @@ def test_weights_are_those_of_now(wanted: Tensor) -> None:
     assert same(image(fast), image(pipe))
 
 
+class Tied(nn.Module):
+    """Two layers of one weight, and a function of the class's own."""
+
+    between = staticmethod(torch.cos)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(2, 2, 3, padding=1) for _ in range(2))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("what", ["weight", "function"])
+def test_what_is_no_longer_one_weight_or_another_function_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, given = Tied().double(), {"x": torch.randn(1, 2, 8, 4).double()}
+    sampler = fxpipe.compile_sampler(model, 2, example=given, cfg=1, patches=2)
+    sampler.predict(**given)
+    if what == "weight":
+        model.second.weight = nn.Parameter(model.second.weight.detach().flip(0))
+    else:
+        monkeypatch.setattr(Tied, "between", staticmethod(torch.sin))
+    with torch.no_grad():
+        torch.testing.assert_close(sampler.predict(**given), model(**given), rtol=1e-12, atol=1e-12)
+
+
 def test_dump_shows_what_runs(tmp_path: Path) -> None:
     sampler = exact(4, 2)
     sampler.dump(tmp_path)

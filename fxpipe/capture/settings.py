@@ -54,9 +54,10 @@ class Settings(list[Any]):
 
 
 _NAMED = (type, types.BuiltinFunctionType, types.ModuleType)
+_OF_CLASSES = (staticmethod, classmethod, property)
 _TOLD = (
     types.FunctionType, types.MethodType, functools.partial, dict, list, tuple, set, frozenset, deque, numpy.ndarray,
-    numpy.generic, torch.Tensor, types.SimpleNamespace, ContextVar,
+    numpy.generic, torch.Tensor, types.SimpleNamespace, ContextVar, *_OF_CLASSES,
 )  # fmt: skip
 
 
@@ -166,6 +167,8 @@ def _add(found: Settings, value: Any, depth: int) -> None:
         found.append(value)
     elif isinstance(value, types.FunctionType):
         found.append(ref(value))  # a closure may keep modules; equal where the function is the same
+    elif isinstance(value, _OF_CLASSES):
+        found.append(_Same(value))
     elif isinstance(value, types.MethodType):
         found.append(_Same(value.__self__))
         _add(found, value.__func__, depth)

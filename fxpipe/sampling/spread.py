@@ -302,7 +302,8 @@ class Spread:
         if now != self._weights:
             self._states.clear()
         self._weights = now
-        shapes = [one[:-1] for one in now]
+        first = dict[int, int]()  # of those that are one tensor under several names
+        shapes = [(*one[:-1], first.setdefault(one[-1], place)) for place, one in enumerate(now)]
         settings = settings_of(self.module, self._known.named)
         if shapes == self._known.shapes and settings == self._known.settings:
             self._untouched = Untouched(self.module, settings)
