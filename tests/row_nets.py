@@ -82,6 +82,13 @@ def patchified(m: Layer, x: Tensor, text: Tensor) -> Tensor:
     return torch.einsum("nhwpqc->nchpwq", tokens).reshape(x.shape)
 
 
+def neighbours(x: Tensor) -> Tensor:
+    around = (
+        F.unfold(x, (3, 5), dilation=(2, 1), padding=(2, 2)).unflatten(1, (x.shape[1], -1)).unflatten(3, x.shape[2:])
+    )
+    return (around * (x[:, :, None] * around).mean(1, keepdim=True).softmax(2)).sum(2)
+
+
 def gated(m: Layer, x: Tensor, text: Tensor) -> Tensor:
     return x * m.of[0](x.mean((2, 3))).sigmoid()[:, :, None, None] + text.mean(1)[:, :, None, None]
 
@@ -141,6 +148,15 @@ LAYERS: dict[str, Callable[[int, int], Layer]] = {
     "nearest size": of(lambda: function(lambda x: F.interpolate(x, size=(2 * x.shape[2] - 1, 2 * x.shape[3] - 1)))),
     "nearest 1.5": of(lambda: function(lambda x: F.interpolate(x, scale_factor=1.5))),
     "bilinear": of(lambda: function(lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"))),
+    "bilinear 4, 3": of(lambda: function(lambda x: F.interpolate(x, scale_factor=(4.0, 3.0), mode="bilinear"))),
+    "bilinear half": of(lambda: function(lambda x: F.interpolate(x, scale_factor=0.5, mode="bilinear"))),
+    "bilinear third": of(lambda: function(lambda x: F.interpolate(x, (x.shape[2] // 3, 7), mode="bilinear"))),
+    "bilinear 1.5": of(lambda: function(lambda x: F.interpolate(x, scale_factor=1.5, mode="bilinear"))),
+    "bilinear corners": of(
+        lambda: function(lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=True))
+    ),
+    "neighbours": of(lambda: function(neighbours)),
+    "unfolded": of(lambda: function(lambda x: F.unfold(x, 2, stride=2).unflatten(2, (x.shape[2] // 2, -1))[:, :C])),
     "pixel shuffle": of(lambda: Layer(lambda m, x, t: F.pixel_shuffle(m.of[0](x), 2), nn.Conv2d(C, 4 * C, 1))),
     "pixel unshuffle": of(lambda: Layer(lambda m, x, t: m.of[0](F.pixel_unshuffle(x, 2)), nn.Conv2d(4 * C, C, 1))),
     "group norm": of(lambda: plain(nn.GroupNorm(2, C))),

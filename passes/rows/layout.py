@@ -52,6 +52,10 @@ class Part:
     def size(self, units: int) -> int:
         return self.outer * (self.inner * units - self.short) if self.kind == "rows" else self.inner
 
+    def times(self, each: int) -> "Part":
+        """Of a dimension with so many entries for every one."""
+        return Part(self.kind, self.inner * each, self.outer, self.short * each)
+
     def __str__(self) -> str:
         text = f"{self.outer} x " * (self.outer > 1) + f"{self.kind} {self.inner}"
         return text + f"-{self.short}" * (self.short > 0)

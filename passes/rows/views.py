@@ -34,7 +34,7 @@ def _viewed(state: Rows, old: tuple[int, ...], new: tuple[int, ...], units: RowU
     for dim, size in enumerate(new):
         each, rest = divmod(size, old[state.dim])
         if each and not rest and math.prod(new[:dim]) == before and each * math.prod(new[dim + 1 :]) == after:
-            return state.at(dim) if each == 1 else Rows(dim, tuple(_times(part, each) for part in state.parts))
+            return state.at(dim) if each == 1 else Rows(dim, tuple(part.times(each) for part in state.parts))
     part = state.single
     if part is None:
         raise NoRule(f"{list(old)} -> {list(new)} takes text and rows apart")
@@ -52,11 +52,6 @@ def _viewed(state: Rows, old: tuple[int, ...], new: tuple[int, ...], units: RowU
         if larger.count > 1 and 0 <= coarse.short < coarse.inner and any(_splits(coarse, before, after, new, larger)):
             raise NeedRows(factor, f"view {list(old)} -> {list(new)}")
     raise NoRule(f"{list(old)} -> {list(new)} leaves no dimension to the rows")
-
-
-def _times(part: Part, times: int) -> Part:
-    """Of a dimension with so many entries for every one."""
-    return Part(part.kind, part.inner * times, part.outer, part.short * times)
 
 
 def _splits(part: Part, before: int, after: int, new: tuple[int, ...], units: RowUnits) -> Iterator[Rows]:
@@ -110,7 +105,7 @@ def interleaved(call: RowCall) -> Found:
         return Found(state)
     if call.arguments.get("output_size") is not None:
         raise NoRule("it says how many rows the whole image has then (output_size)")
-    return Found(Rows(state.dim, tuple(_times(part, times) for part in state.parts)))
+    return Found(Rows(state.dim, tuple(part.times(times) for part in state.parts)))
 
 
 def picked(call: RowCall) -> Found:

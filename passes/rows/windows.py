@@ -4,6 +4,7 @@
 conv, stride s        row j reads  j*s - p ... j*s - p + d*(k-1)                 p          d*(k-1) - p - s + 1
 transposed conv       row i gives  i*s - p ... i*s - p + d*(k-1)                 (d*(k-1) - p) // s     (p-1) // s + 1
 upsampling by r       row j reads  j // r                                        none
+ linear, by 2 and 4   row j reads  the two around (j + 1/2) / r - 1/2            1                          1
 
 So a 3x3 convolution with stride 2 needs no row below, a 1x1 one none at all. At the image's borders the rows that are
 not there are what the operation pads with: above as many as it reads, below as many as its last row asks for.
@@ -39,20 +40,23 @@ def _each(value: Any, spatial: int) -> list[int]:
 
 def _window(
     call: RowCall, state: Rows, kernel: int, stride: int, dilation: int, top: int, target: Any,
-    changes: dict[str, Any], fill: float | str = 0.0,
+    changes: dict[str, Any], fill: float | str = 0.0, width: int | None = None,
 ) -> Found:  # fmt: skip
-    """An operation whose row j reads rows from j*stride - top on."""
+    """An operation whose row j reads rows from j*stride - top on; where it has a `width`, its last dimension is rows of
+    so many entries."""
     part, reach = state.parts[0], dilation * (kernel - 1)
     if part.inner % stride:
         raise NeedRows(stride // math.gcd(part.inner, stride), f"stride {stride}")
-    inner, num_rows = part.inner // stride, call.value.shape[state.dim]
+    dim, each = (state.dim, 1) if width is None else (call.value.ndim - 1, width)
+    inner, num_rows = part.inner // stride, call.value.shape[dim] // each
     short = call.units.short(inner, num_rows)
     if not 0 <= short < inner:
         raise NoRule("its result has another number of rows")
     rows = part.size(call.units.count)
     end = max(0, (num_rows - 1) * stride + reach + 1 - top - rows)
     below = max(0, reach - top - stride + 1)
-    return Found(Rows(state.dim, (Part("rows", inner, 1, short),)), Window(top, below, end, target, changes, fill))
+    result = Part("rows", inner, 1, short).times(each)
+    return Found(Rows(dim, (result,)), Window(top, below, end, target, changes, fill))
 
 
 def convolution(call: RowCall) -> Found:
@@ -94,6 +98,18 @@ def pool(call: RowCall) -> Found:
     return _window(
         call, state, kernel[place], stride[place], dilation[place], padding[place], call.node.target, changes, fill
     )
+
+
+def unfolded(call: RowCall) -> Found:
+    """`im2col`: every window is an entry of the last dimension, those of a row after each other."""
+    state, _, place = _plain(call, 2)
+    names = "kernel_size", "stride", "dilation", "padding"
+    (kernel, *over), (stride, *to), (dilation, *apart), (top, *side) = (_each(call.arguments[one], 2) for one in names)
+    if place:
+        raise NoRule("its windows follow each other along another dimension first")
+    width = (shape_of(call.node.all_input_nodes[0])[-1] + 2 * side[0] - apart[0] * (over[0] - 1) - 1) // to[0] + 1
+    changes = {"padding": [0, *side]}
+    return _window(call, state, kernel, stride, dilation, top, call.node.target, changes, width=width)
 
 
 def transposed(call: RowCall) -> Found:
@@ -169,6 +185,29 @@ def nearest(call: RowCall) -> Found:
         raise NoRule("it scales another dimension by no whole number")
     scales = {key: None for key in call.arguments if key.startswith("scale")}
     return Found(result, Resized("output_size", times, scales))
+
+
+def linear(call: RowCall) -> Found:
+    """Rows between rows: more of them by a power of two, where the weights of two rows are the same in every patch; or
+    fewer, each of what lies in the middle of as many."""
+    node, _ = call.first()
+    sizes, out, a = shape_of(node)[2:], call.value.shape[2:], call.arguments
+    state, part, place = _plain(call, len(sizes))
+    scales = a.get("scale_factors") or [after / before for before, after in zip(sizes, out, strict=True)]
+    even = all(before / after == 1 / scale for before, after, scale in zip(sizes, out, scales, strict=True))
+    times, step = max(1, round(scales[place])), max(1, round(1 / scales[place]))
+    if a["align_corners"] or "scale_factors" not in a or not even or times & (times - 1):
+        raise NoRule("its rows lie between others than a patch's would")
+    if out[place] * step != sizes[place] * times:
+        raise NoRule("its result has another number of rows")
+    if part.inner % step:
+        raise NeedRows(step // math.gcd(part.inner, step), f"one of {step} rows")
+    inner = part.inner // step * times
+    result = Rows(state.dim, (Part("rows", inner, 1, call.units.short(inner, out[place])),))
+    changes = {"output_size": None, "scale_factors": scales}
+    if times == 1:
+        return Found(result, Same(changes))
+    return Found(result, Window(1, 1, 1, call.node.target, changes, "replicate", skip=times))
 
 
 def shuffled(call: RowCall) -> Found:
