@@ -178,14 +178,13 @@ def compile_sampler(
 
     # denoiser: which module predicts, and what it is called with
     rows_of = row_inputs if sample is None else lambda module, call: named_rows(sample, call)
-    names = denoiser_names(model) if is_pipeline(model) else []
-    name, module, args, kwargs = _denoiser_call(model, names, example, rows_of)
+    names, rank = denoiser_names(model) if is_pipeline(model) else [], join(world_size)
+    name, module, args, kwargs = _denoiser_call(model, names, example, rows_of, tells=not rank)
 
     # ranks: threads of this process, or processes that torchrun has started
-    launched = join(world_size) is not None
     where = device_of(module)
     check_backend(backend, where)
-    ranks = _launched(where, backend) if launched else LocalRanks(backend)
+    ranks = LocalRanks(backend) if rank is None else _launched(where, backend)
 
     # programs: for the example, and for other calls when they come
     network = given_cluster(known.cluster if known and cluster is None else cluster, world_size)
@@ -249,10 +248,10 @@ def _check_choices(**given: str) -> None:
 
 
 def _denoiser_call(
-    model: Any, names: list[str], example: Mapping[str, Any] | None, rows_of: RowsOf
+    model: Any, names: list[str], example: Mapping[str, Any] | None, rows_of: RowsOf, tells: bool
 ) -> tuple[str | None, nn.Module, tuple[Any, ...], dict[str, Any]]:
     """The module that predicts first, its name where it is a pipeline's, and its call; `names` loses those before it
-    that have no rows, as priors of embeddings."""
+    that have no rows, as priors of embeddings, which one process `tells`."""
     if names:
         if example is None:
             raise CompileError("example is missing: keyword arguments of one call of the pipeline, {'prompt': ...}")
@@ -264,9 +263,10 @@ def _denoiser_call(
         except CompileError as error:
             if len(names) == 1:
                 raise
-            _log.warning("%s runs whole on every rank: %s", name, error)
+            if tells:
+                _log.warning("%s runs whole on every rank: %s", name, error)
             names.remove(name)
-            return _denoiser_call(model, names, example, rows_of)
+            return _denoiser_call(model, names, example, rows_of, tells)
         return name, module, args, kwargs
     if not isinstance(model, nn.Module):
         raise CompileError(f"{type(model).__name__} is neither a pipeline nor a module")

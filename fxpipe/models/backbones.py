@@ -23,7 +23,7 @@ from fxpipe.capture.inputs import signature_of
 from fxpipe.errors import CompileError
 from fxpipe.models.backbone_inputs import ARGUMENTS, Sizes
 
-_SAMPLE_NAMES = ("sample", "hidden_states", "input_ids", "x")
+SAMPLE_NAMES = ("sample", "hidden_states", "input_ids", "x")
 # micro_conds: UVit2DModel, which knows no time
 _CONDITION_NAMES = {"timestep", "timesteps", "t", "r", "timestep_ratio", "micro_conds"}
 
@@ -58,7 +58,7 @@ def takes_sample_and_time(model: object) -> TypeGuard[nn.Module]:
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), Mapping):
         return False
     names = signature_of(model).parameters.keys()
-    return bool(names & {*_SAMPLE_NAMES} and names & _CONDITION_NAMES)
+    return bool(names & {*SAMPLE_NAMES} and names & _CONDITION_NAMES)
 
 
 def example_inputs(
@@ -111,7 +111,7 @@ def row_inputs(model: nn.Module, example: Mapping[str, Any]) -> dict[str, int]:
     Raises:
         CompileError: the model is no such backbone and is given no image, or predicts something without rows.
     """
-    found = ([key for key in example if key.partition(".")[0] == name] for name in _SAMPLE_NAMES)
+    found = ([key for key in example if key.partition(".")[0] == name] for name in SAMPLE_NAMES)
     names = next(filter(None, found), [])
     if not names or not isinstance(getattr(model, "config", None), Mapping):
         says = "where its image's rows are is not known; pass sample={name of the input: row dimension}"

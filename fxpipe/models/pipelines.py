@@ -18,7 +18,7 @@ from fxpipe.capture.model_digest import STANDS_FOR
 from fxpipe.capture.private import uncompiled
 from fxpipe.capture.state import state_kept
 from fxpipe.errors import CompileError
-from fxpipe.models.backbones import is_backbone, takes_sample_and_time
+from fxpipe.models.backbones import SAMPLE_NAMES, is_backbone, takes_sample_and_time
 
 
 def shell(
@@ -82,8 +82,9 @@ def denoiser_names(pipe: Any) -> list[str]:
     if not found:
         parts = ", ".join(f"{name}: {type(part).__name__}" for name, part in components.items())
         raise CompileError(
-            f"{type(pipe).__name__} has no denoiser among its components ({parts}); compile the module that predicts, "
-            "with example=its keyword arguments"
+            f"{type(pipe).__name__} has no denoiser among its components ({parts}): a module with a dict as its config "
+            f"whose forward takes one of {', '.join(SAMPLE_NAMES)} and a timestep, or one called unet or transformer; "
+            "or compile the module that predicts, with example=its keyword arguments"
         )
     return found
 
