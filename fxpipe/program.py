@@ -309,6 +309,7 @@ class Program:
         engine.write_trace = lambda measured, path, filled: self.trace(path, filled, measured)
         read = {*self.capture.tensors.values()}
         used = {name: tensor for name, tensor in self.state.items() if name in read}
+        used |= {name: used[first] for name, first in self.capture.tied.items() if first in used}
         given = self.model, used, self.settings, self._is_as_captured
         engine.unchanged = Unchanged(*given, self._values_read)
         engine.base = Base(self._own_model)

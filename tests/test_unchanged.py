@@ -118,6 +118,16 @@ def test_a_model_that_makes_another_step_is_refused(
     assert engine.step_index == 1
 
 
+def test_a_weight_of_two_layers_that_becomes_two_is_refused(batch: tuple[Tensor]) -> None:
+    model = Layers().double()
+    model.last.weight = model.first.weight
+    engine = engine_of(model)
+    engine.step(batch)
+    model.last.weight = nn.Parameter(model.first.weight.detach().clone())
+    with pytest.raises(RunError, match="last.weight of the model is another tensor than the one that is trained"):
+        engine.step(batch)
+
+
 def test_what_makes_the_same_step_is_no_change(batch: tuple[Tensor]) -> None:
     global loss
     model = Layers().double()
