@@ -124,7 +124,7 @@ def test_a_weight_of_two_layers_that_becomes_two_is_refused(batch: tuple[Tensor]
     engine = engine_of(model)
     engine.step(batch)
     model.last.weight = nn.Parameter(model.first.weight.detach().clone())
-    with pytest.raises(RunError, match="last.weight of the model is another tensor than the one that is trained"):
+    with pytest.raises(RunError, match=r"last\.weight of the model is another tensor than the one that is trained"):
         engine.step(batch)
 
 
