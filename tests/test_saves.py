@@ -117,6 +117,18 @@ def test_every_tensor_is_written_once(saved: tuple[Path, Any]) -> None:
     assert {f"model.{name}" for name in Adapted().state_dict()} < keys.keys()
 
 
+def test_of_gradients_that_no_optimizer_has_used_a_save_tells(tmp_path: Path) -> None:
+    run = local(LINE)
+    run.engine.step(batch(0, ROWS))
+    with pytest.warns(UserWarning, match=r"that no optimizer has used are not saved.*save after optimizer\.step"):
+        run.engine.save(tmp_path)
+    run.optimizer.step()
+    run.engine.save(tmp_path)
+    run.engine.load(tmp_path)
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+    run.engine.save(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.bfloat16, torch.bool, torch.int64])
 def test_a_part_holds_tensors_of_any_type(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {

@@ -27,6 +27,11 @@ def _stepped(*_: Any) -> None:
 register_optimizer_step_post_hook(_stepped)
 
 
+def last_optimizer_step() -> int:
+    """Another number after every step of any optimizer."""
+    return _last_step[0]
+
+
 class Accumulation:
     """Whether weights and gradients are as a step has left them, and no optimizer has stepped since."""
 

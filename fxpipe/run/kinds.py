@@ -13,6 +13,7 @@ import torch
 
 from fxpipe.capture.inputs import Batch, call_of
 from fxpipe.plan.step import FilledPlan, StepPlan
+from fxpipe.run.accumulation import last_optimizer_step
 from fxpipe.run.engine_data import EngineData
 from fxpipe.run.local_batch import LocalBatch, bound
 from fxpipe.run.read_ahead import ReadBatch
@@ -69,6 +70,7 @@ class EngineKinds(EngineData, ABC):
         loss = engine._step(batch, following)
         parts, engine._parts = engine._parts, {}
         self.num_samples += batch.size
+        self._added_after = last_optimizer_step()
         self.step_index, self._parts, self._returned = engine.step_index, parts, engine._of_size(batch.size).returned
         return loss
 

@@ -5,6 +5,7 @@ engine.load("run", optimizer, scheduler=scheduler)         the newest that is wh
 """
 
 import os
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import RunError
+from fxpipe.run.accumulation import last_optimizer_step
 from fxpipe.run.engine_base import EngineBase
 from fxpipe.run.saves import folders
 from fxpipe.run.saves.base import NO_BASE, Base
@@ -77,6 +79,12 @@ class EngineSaves(EngineBase):
             "names in extra": sorted(extra or ()),
             "other argument": (optimizer is None, scheduler is None, keep, trainable_only, asynchronous),
         })  # fmt: skip
+        if any(self._everyones(self._accumulates())) and self._is_first():
+            warnings.warn(
+                "gradients that no optimizer has used are not saved, and a run that is taken up here goes on without "
+                "them: save after optimizer.step()",
+                stacklevel=2,
+            )
         run = self._run(optimizer, scheduler, extra)
         name = f"step-{self.step_index}"
         tensors, body = on_all(self._everyones, lambda: contents(run, trainable_only), f"{name} was not saved")
@@ -106,9 +114,9 @@ class EngineSaves(EngineBase):
         """Collective: go on with a run that any engine has saved, on as many ranks, of any layout.
 
         The newest checkpoint of the directory that is whole is loaded, with a warning where a newer one is not; or give
-        the folder of one. In the same layout the run goes on to the same bits (up to rounding where frozen work had
-        been done ahead, and is done again). In another one ranks take rank 0's random state, and its values in `extra`,
-        which must then have been the same everywhere.
+        the folder of one. Gradients are None after it. In the same layout the run goes on to the same bits (up to
+        rounding where frozen work had been done ahead, and is done again). In another one ranks take rank 0's random
+        state, and its values in `extra`, which must then have been the same everywhere.
 
         Returns:
             The folder, the step index, and what was given to `save` in `extra` as plain values.
@@ -128,6 +136,11 @@ class EngineSaves(EngineBase):
         loaded = load(folder, self._run(optimizer, scheduler, extra), self._everyones)
         self._forget_batches()
         return loaded
+
+    def _accumulates(self) -> bool:
+        """Whether there are gradients here that no optimizer has stepped by."""
+        gradients = (parameter.grad for parameter in self._model.parameters())
+        return self._added_after == last_optimizer_step() and any(g is not None and bool(g.any()) for g in gradients)
 
     def _begin(self, directory: Path) -> Path:
         return folders.begin(directory, self.step_index) if self.rank == 0 else directory

@@ -68,6 +68,8 @@ def _require_fitting(run: TrainingRun, checkpoint: Checkpoint) -> None:
 
 def _restore_model(run: TrainingRun, checkpoint: Checkpoint) -> None:
     state = named_state(run.model)
+    for parameter in run.model.parameters():
+        parameter.grad = None  # of batches that this run was not trained on
     with torch.no_grad():
         for name in _saved_names(checkpoint):
             if not is_empty(state[name]):  # which its owner reads
