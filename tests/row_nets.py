@@ -151,6 +151,11 @@ LAYERS: dict[str, Callable[[int, int], Layer]] = {
     "bilinear 4, 3": of(lambda: function(lambda x: F.interpolate(x, scale_factor=(4.0, 3.0), mode="bilinear"))),
     "bilinear half": of(lambda: function(lambda x: F.interpolate(x, scale_factor=0.5, mode="bilinear"))),
     "bilinear third": of(lambda: function(lambda x: F.interpolate(x, (x.shape[2] // 3, 7), mode="bilinear"))),
+    "bilinear 13 to 15": of(
+        lambda: function(lambda x: F.interpolate(F.pad(x, (0, 13 - x.shape[3])), (2 * x.shape[2], 15), mode="bilinear"))
+    ),
+    "bilinear 2.05": of(lambda: function(lambda x: F.interpolate(x, scale_factor=2.05, mode="bilinear"))),
+    "bilinear 3": of(lambda: function(lambda x: F.interpolate(x, scale_factor=3.0, mode="bilinear"))),
     "bilinear 1.5": of(lambda: function(lambda x: F.interpolate(x, scale_factor=1.5, mode="bilinear"))),
     "bilinear corners": of(
         lambda: function(lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=True))

@@ -8,17 +8,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.errors import CompileError
+from passes.rows import RowPlan
+from passes.rows.how import Window
 from tests.row_nets import LAYERS, RowNet
 from tests.row_programs import row_programs
 
 NAMES = st.lists(st.sampled_from([*LAYERS, "save", "add"]), min_size=1, max_size=7)
 
 
-def check(names: list[str], height: int, width: int, seed: int) -> None:
+BESIDE = {
+    "bilinear": "halo 1 above, 1 below",
+    "bilinear 4, 3": "halo 1 above, 1 below",
+    "bilinear half": "",
+    "bilinear third": "",
+    "bilinear 2.05": "its rows lie between others than a patch's would",
+    "bilinear 3": "its rows lie between others than a patch's would",
+    "neighbours": "halo 2 above, 2 below",
+    "unfolded": "halo 0 above, 0 below",
+    "transposed 4": "halo 1 above, 1 below",
+    "nearest 2": "",
+}  # what a layer needs beside a patch's own rows, or why all
+
+
+def check(names: list[str], height: int, width: int, seed: int) -> RowPlan | None:
     torch.manual_seed(seed)
     net = RowNet(names, height, width).eval()
     if not net.layers:
-        return
+        return None
     example = net.example(height, width)
     with torch.no_grad():
         wanted = net(**example)
@@ -34,11 +50,17 @@ def check(names: list[str], height: int, width: int, seed: int) -> None:
             continue
         for found in patched.predict(**example):
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10 * float(wanted.abs().max()))
+    return programs.rows
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_each_layer(name: str) -> None:
-    check(["conv3", name, "conv3"], 12, 8, 0)
+    rows = check(["conv3", name, "conv3"], 12, 8, 0)
+    if name in BESIDE:
+        assert rows is not None
+        halos = [str(one.how) for one in rows.found.values() if isinstance(one.how, Window)]
+        beside = [note.why for note in rows.notes] or halos[1:-1] or [""]
+        assert beside == [BESIDE[name]]
 
 
 @settings(max_examples=15)

@@ -4,7 +4,7 @@
 conv, stride s        row j reads  j*s - p ... j*s - p + d*(k-1)                 p          d*(k-1) - p - s + 1
 transposed conv       row i gives  i*s - p ... i*s - p + d*(k-1)                 (d*(k-1) - p) // s     (p-1) // s + 1
 upsampling by r       row j reads  j // r                                        none
- linear, by 2 and 4   row j reads  the two around (j + 1/2) / r - 1/2            1                          1
+ linear, r = 2 ** n   row j reads  the two around (j + 1/2) / r - 1/2            1                          1
 
 So a 3x3 convolution with stride 2 needs no row below, a 1x1 one none at all. At the image's borders the rows that are
 not there are what the operation pads with: above as many as it reads, below as many as its last row asks for.
@@ -189,12 +189,13 @@ def nearest(call: RowCall) -> Found:
 
 def linear(call: RowCall) -> Found:
     """Rows between rows: more of them by a power of two, where the weights of two rows are the same in every patch; or
-    fewer, each of what lies in the middle of as many."""
+    fewer, by a whole number: each lies in the middle of so many rows of one patch."""
     node, _ = call.first()
     sizes, out, a = shape_of(node)[2:], call.value.shape[2:], call.arguments
     state, part, place = _plain(call, len(sizes))
     scales = a.get("scale_factors") or [after / before for before, after in zip(sizes, out, strict=True)]
-    even = all(before / after == 1 / scale for before, after, scale in zip(sizes, out, scales, strict=True))
+    pairs = [*zip(sizes, out, scales, strict=True)]  # 13 columns to 15: by 15 / 13 these are 14
+    even = all(before / after == 1 / scale and int(before * scale) == after for before, after, scale in pairs)
     times, step = max(1, round(scales[place])), max(1, round(1 / scales[place]))
     if a["align_corners"] or "scale_factors" not in a or not even or times & (times - 1):
         raise NoRule("its rows lie between others than a patch's would")
@@ -221,7 +222,7 @@ def shuffled(call: RowCall) -> Found:
     after, before = call.value.shape[state.dim], shape_of(node)[state.dim]
     if after >= before:
         times = after // before
-        return Found(Rows(state.dim, (Part("rows", part.inner * times, 1, part.short * times),)))
+        return Found(Rows(state.dim, (part.times(times),)))
     step = before // after
     if part.inner % step or part.short % step:
         if part.inner % step == 0:
