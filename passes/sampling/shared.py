@@ -22,7 +22,7 @@ def shared_values(plan: RowPlan, early: frozenset[str]) -> frozenset[str]:
     found: set[str] = set()
     for node in plan.sized.graph.nodes:
         state = plan.states.get(node.name)
-        has_rows = _is_split(state) if isinstance(state, tuple) else state is not None
+        has_rows = isinstance(state, Rows) or _is_split(state)
         if node.op != "call_function" or node.name in early or has_rows:
             continue
         how, late = plan.found[node.name].how, [n for n in node.all_input_nodes if n.name not in early]
