@@ -16,7 +16,7 @@ from fxpipe.capture import capture
 from fxpipe.capture.inputs import describe
 from fxpipe.capture.model_call import ModelCall
 from fxpipe.errors import CaptureError
-from tests.steps import Middle, Step, batch, exact
+from tests.steps import Middle, Step, Steps, batch, exact
 
 
 def write_slice(s: Step, h: Tensor, y: Tensor) -> Tensor:
@@ -252,16 +252,15 @@ EXACT: list[Middle] = [
     write_slice, two_views, read_view_after_base, transposed, permuted, by_index, by_mask, by_row_mask,
     rows_by_mask, entries_by_mask, scattered, copied, filled,
     filled_along_a_diagonal, assembled, narrowed, pieces_under_no_grad, out_argument, no_grad_on_frozen,
-    constant_in_forward,
-    cast_that_changes_nothing, cast_that_copies, keeps_its_type, inactive_dropout, activations, changed_shape,
+    constant_in_forward, cast_that_changes_nothing, keeps_its_type, inactive_dropout, activations, changed_shape,
     of_several_results, reshape_that_copies, logical, views_of_views, complex_entries,
     write_buffer, write_parameter, write_parameter_after_it_is_read, swapped_buffers,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("middle", EXACT, ids=lambda m: m.__name__)
-def test_in_place_operations_are_exact(middle: Middle) -> None:
-    program = exact(Step(middle), batch(), microbatches=3)
+@pytest.mark.parametrize("middles", [*(EXACT[first::4] for first in range(4)), [cast_that_copies]])
+def test_in_place_operations_are_exact(middles: list[Middle]) -> None:
+    program = exact(Steps({middle.__name__: middle for middle in middles}), batch(), microbatches=3)
     for node in program.capture.graph.nodes:
         assert not getattr(getattr(node.target, "_schema", None), "is_mutable", False), node
 
@@ -454,5 +453,6 @@ def test_random_views_and_writes_give_what_eager_gives(lines: list[tuple[int, in
     run = fx.Interpreter(fx.GraphModule(nn.Module(), captured.graph))
     given_ = [model.weight if n.meta["kind"] == "parameter" else x for n in captured.graph.find_nodes(op="placeholder")]
     loss = run.run(*given_)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(torch.autograd.grad(loss, model.weight)[0], gradient, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    found = torch.autograd.grad(loss, model.weight)[0]
+    torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12, equal_nan=True)  # the mean of nothing is none

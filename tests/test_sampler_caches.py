@@ -82,7 +82,7 @@ def steps(predict: Any, image: Tensor | None = IMAGE, size: int = 2, given: bool
 def sampler(image: Tensor | None = IMAGE, **options: Any) -> fxpipe.Sampler:
     example = {"x": noise(2, 9, 4), "time": torch.ones(2, dtype=torch.float64), "text": noise(2, 3, 8)}
     example |= {"image": image, "cache": Cache(2), "more": {"last": noise(2, 8)}}
-    given = {"example": example, "sample": {"x": 1}, "cache": False, **options}
+    given = {"example": example, "sample": {"x": 1}, **options}
     return fxpipe.compile_sampler(model(), given.pop("ranks", 2), **given)
 
 

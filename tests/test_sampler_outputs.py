@@ -58,7 +58,7 @@ def call(size: int = 2, seed: int = 0, rows: int = 6) -> dict[str, Tensor]:
 
 
 def sampler(**options: Any) -> fxpipe.Sampler:
-    given = {"example": call(), "sample": {"x": 3}, "cache": False, **options}
+    given = {"example": call(), "sample": {"x": 3}, **options}
     return fxpipe.compile_sampler(model(), given.pop("ranks", 2), **given)
 
 

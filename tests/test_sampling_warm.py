@@ -14,7 +14,7 @@ import fxpipe
 from fxpipe.models.backbones import prediction_of
 from fxpipe.plan.sample_plan import EXACT, SamplePlan
 from fxpipe.sampler import Sampler
-from tests.denoisers import case, noise
+from tests.denoisers import noise, small
 from tests.distributed import run_processes
 from tests.test_sample_planner import DEVICE, DiT
 
@@ -30,7 +30,7 @@ LAYOUTS = [  # of steps at the end, of fresh ones before, the bound on rounding
 @cache
 def compiled(key: str, own: tuple[tuple[str, Any], ...], exact: tuple[tuple[str, Any], ...]) -> tuple[Sampler, Sampler]:
     """By one layout alone, and with another for fresh steps."""
-    given = case(key)
+    given = small(key)
     ranks = 4 if dict(own).get("patches") == 4 or dict(own).get("cfg") == 2 else 2
     made = [
         fxpipe.compile_sampler(given.model, ranks, example=given.example, mode=mode, warmup=3, **dict(asked))
@@ -79,7 +79,7 @@ def test_predictions_are_those_of_one_layout(
 
 
 def launched(plan: str) -> list[Tensor]:
-    given = case(LAYOUTS[0][0])
+    given = small(LAYOUTS[0][0])
     warm = fxpipe.compile_sampler(given.model, 2, example=given.example, plan=plan)
     found = called(warm)
     warm.close()
@@ -97,7 +97,7 @@ def test_processes_give_what_threads_give(tmp_path: Path) -> None:
 def test_plans_that_cannot_make_the_first_steps_are_refused() -> None:
     key, own, exact, _ = LAYOUTS[0]
     alone, sampler = compiled(key, tuple(own.items()), tuple(exact.items()))
-    plan, given = sampler.plan, case(key)
+    plan, given = sampler.plan, small(key)
     assert plan.warm is not None
     short = replace(plan, how=replace(plan.how, warmup=1))
     for wrong, says in [
