@@ -4,8 +4,10 @@
     rank 1   engine.step                    engine.step        told: left out
 
 Were ranks to differ, the parts of a model would be of different runs. Optimizers over parts of a model, such as what a
-rank trains itself, may differ, and are not compared. Who asks for the state of one over a whole model is told that it
-is this rank's.
+rank trains itself, may differ, and are not compared.
+
+    rank 0   state = optimizer.state_dict()       told: without the states of what rank 1 trains, whose places it notes
+    rank 1   optimizer.load_state_dict(state)     refused at the next step: what is trained here would begin anew
 """
 
 import warnings
@@ -15,11 +17,14 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fxpipe.errors import RunError
 from fxpipe.run.ownership import is_idle, num_claims, owners, uses_as_is
 
 _PLAIN = (type(None), bool, int, float, str, tuple)
+_ELSEWHERE = "trained on other ranks"  # of a group whose state was taken: the places of these parameters
+_BY_NAME = "engine.save and engine.load keep all states, by the names of parameters"
 _watching: "weakref.WeakSet[OptimizerSteps]" = weakref.WeakSet()
 _telling: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
@@ -42,9 +47,6 @@ class OptimizerSteps:
             self._known[optimizer] = state, is_of_all
         if not is_of_all:
             return
-        if optimizer not in _telling:
-            optimizer.register_state_dict_pre_hook(partial(_tell_part, self._rank))
-            _telling.add(optimizer)
         self._count += 1
         self._options = {"optimizer": type(optimizer).__name__, "number of optimizer steps since": self._count}
         for number, group in enumerate(optimizer.param_groups):
@@ -60,6 +62,9 @@ class OptimizerSteps:
         trained = [parameter for parameter in self._trained if owners(parameter) and not is_idle(parameter)]
         of_these = sum(id(parameter) in held for parameter in trained)
         self._has_parts |= 0 < of_these < len(trained)
+        if of_these and optimizer not in _telling:
+            optimizer.register_state_dict_post_hook(partial(_tell_part, self._rank))
+            _telling.add(optimizer)
         return 0 < of_these == len(trained)
 
     def taken(self) -> tuple[bool | None, dict[str, Any]]:
@@ -70,14 +75,43 @@ class OptimizerSteps:
         return bool(options) if is_told else None, options
 
 
-def _tell_part(rank: int, optimizer: Optimizer) -> None:
-    trained = [p for group in optimizer.param_groups for p in group["params"] if owners(p)]
-    elsewhere = sum(rank not in owners(parameter) for parameter in trained)
-    if elsewhere and not uses_as_is():
+def _tell_part(rank: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    if uses_as_is():
+        return
+    num_trained = num_elsewhere = 0
+    for group, taken in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        trained = {place: owners(p) for place, p in enumerate(group["params"]) if owners(p) and not is_idle(p)}
+        elsewhere = [place for place, ranks in trained.items() if rank not in ranks]
+        num_trained, num_elsewhere = num_trained + len(trained), num_elsewhere + len(elsewhere)
+        if elsewhere and optimizer.state:
+            taken[_ELSEWHERE] = elsewhere
+    if num_elsewhere:
         warnings.warn(
-            f"optimizer.state_dict() on rank {rank} is without the states of {elsewhere} parameters of {len(trained)}, "
-            "which other ranks train and a checkpoint of it would lack: engine.save writes all, by name",
-            stacklevel=4,
+            f"optimizer.state_dict() on rank {rank} is without the states of {num_elsewhere} parameters of "
+            f"{num_trained}, which other ranks train and a checkpoint of it would lack: engine.save writes all, by name",
+            stacklevel=5,
+        )
+
+
+def _refuse_part(optimizer: Optimizer, *_: Any) -> None:
+    """What a rank has of an optimizer's state has been loaded where other parameters are trained."""
+    marked = [group for group in optimizer.param_groups if _ELSEWHERE in group]
+    if not marked or all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        return
+    here = [p for group in marked for p in map(group["params"].__getitem__, group[_ELSEWHERE]) if p.grad is not None]
+    lost = sum(p not in optimizer.state for p in here)
+    if lost:
+        raise RunError(
+            f"the optimizer was given a rank's states, which are without those of {lost} parameters that are trained "
+            f"here and were on other ranks: they would begin anew; {_BY_NAME}"
+        )
+    for group in marked:
+        del group[_ELSEWHERE]
+    if here:
+        warnings.warn(
+            f"the optimizer was given a rank's states, and {len(here)} parameters that are trained here were on other "
+            f"ranks: unless these were put together by hand, theirs are out of date; {_BY_NAME}",
+            stacklevel=1,
         )
 
 
@@ -86,4 +120,5 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
         steps.saw(optimizer)
 
 
+register_optimizer_step_pre_hook(_refuse_part)
 register_optimizer_step_post_hook(_stepped)

@@ -1,10 +1,8 @@
-"""What torch computes over all gradients at once, on a rank that has a part of them: refused, not left wrong; and an
-optimizer that has been given another rank's states.
+"""What torch computes over all gradients at once, on a rank that has a part of them: refused, not left wrong.
 
 rank 0   clip_grad_norm_(model.parameters(), 1.0)     the norm of this rank's gradients: another factor on every rank
 rank 0   get_total_norm(gradients)                    likewise
 rank 1   LBFGS(model.parameters()).step(closure)      products of this rank's gradients
-rank 1   AdamW.load_state_dict(what rank 0 has saved)  states of what rank 0 trains, and none of what is trained here
 """
 
 import weakref
@@ -63,19 +61,4 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
         raise RunError(
             "LBFGS computes with all gradients at once, of which other ranks have others; take an optimizer that "
             f"updates every parameter by itself, {_WHOLE}"
-        )
-    _refuse_states(optimizer.state, [p for p in given if p.grad is not None], given)
-
-
-def _refuse_states(state: Any, updated: list[torch.Tensor], given: list[torch.Tensor]) -> None:
-    """Tied parameters are trained on several ranks, and what was not trained before has no state yet."""
-    num_stated = sum(bool(state.get(parameter)) for parameter in updated)
-    if 2 * num_stated >= len(updated):
-        return
-    elsewhere = {id(other()) for parameter in updated[:1] for other in _in_parts.get(parameter, ())}
-    if found := sum(id(parameter) in elsewhere and bool(state.get(parameter)) for parameter in given):
-        raise RunError(
-            f"the optimizer has states of {found} parameters that other ranks train, and of {num_stated} of the "
-            f"{len(updated)} that it updates here, as after load_state_dict with what one of several ranks has saved; "
-            "engine.save and engine.load keep all states, by the names of parameters"
         )
