@@ -88,7 +88,8 @@ def _tell_part(rank: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
     if num_elsewhere:
         warnings.warn(
             f"optimizer.state_dict() on rank {rank} is without the states of {num_elsewhere} parameters of "
-            f"{num_trained}, which other ranks train and a checkpoint of it would lack: engine.save writes all, by name",
+            f"{num_trained}, which other ranks train and a checkpoint of it would lack: engine.save writes all, by "
+            "name",
             stacklevel=5,
         )
 
