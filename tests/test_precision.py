@@ -342,6 +342,12 @@ def test_only_scalers_of_engines_are_taken(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no gradient of this step is in float16"):
         engine.scaler(enabled=True)
     assert not engine.scaler().is_enabled()
+    engine = compiled(Net().half(), None, batch(dtype=torch.float16)).local_engine()
+    says = r"\d+ trained weights \(\w.*\) are in float16, whose gradients no scaler takes"
+    with pytest.warns(UserWarning, match=says):
+        assert not engine.scaler().is_enabled()
+    with pytest.raises(RunError, match=says):
+        engine.scaler(enabled=True)
 
 
 def test_a_step_under_an_autocast_is_refused() -> None:

@@ -7,6 +7,7 @@ A rank sees the gradients of what it trains alone. Were only those with an overf
 the model would be of different steps, and scales would differ from then on.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -61,19 +62,35 @@ class EngineScaler(EngineBase):
     def scaler(self, **options: Any) -> GradScaler:
         """A `torch.amp.GradScaler` whose verdict is that of all ranks, enabled where gradients are in float16.
 
-        Disabled, in other steps, it is torch's: `scaler.step(optimizer)` steps the optimizer, and nothing is scaled.
+        Disabled, in other steps, it is torch's: `scaler.step(optimizer)` steps the optimizer, and nothing is scaled. Of
+        trained weights in float16, whose gradients torch unscales for nobody, it warns.
 
         Args:
             options: those of torch's; `enabled=False` leaves it out.
 
         Raises:
-            RunError: it is to be enabled where no gradient is in float16.
+            RunError: it is to be enabled where it can scale nothing.
         """
         self._require_open("scaler")
         scaled = any(program.scaled for program in self._plan.programs)
+        why = self._why_unscaled()
         if options.get("enabled") and not scaled:
-            raise RunError("no gradient of this step is in float16, so that none is scaled: leave enabled out")
+            raise RunError(why or "no gradient of this step is in float16, so that none is scaled: leave enabled out")
+        if why and options.get("enabled", True) and self._is_first():
+            warnings.warn(why, stacklevel=2)
         return GradScaler(self.device, self._on_any, **{"enabled": scaled, **options})
+
+    def _why_unscaled(self) -> str:
+        """Where weights are such that a scaler would refuse their gradients."""
+        trained = ((name, p) for name, p in self._model.named_parameters() if p.requires_grad)
+        half = [name for name, parameter in trained if parameter.dtype == torch.float16]
+        if not half:
+            return ""
+        return (
+            f"{len(half)} trained weights ({half[0]}, ...) are in float16, whose gradients no scaler takes: nothing is "
+            "scaled, and small gradients become zero; keep what is trained in float32, as "
+            "diffusers.training_utils.cast_training_params does"
+        )
 
     def _scale_losses(self, scaler: GradScaler | None) -> None:
         """What losses are multiplied with from now on."""
