@@ -439,6 +439,31 @@ def test_a_handler_of_sigterm_that_is_set_later_decides() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_handler_of_sigterm_that_calls_the_one_before_ends_the_rank() -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    ended = threading.Event()
+    watching = watchdog.Watchdog(store, 0, 1, None, ended.set, 0.01, 1.0)
+    before = signal.getsignal(signal.SIGTERM)
+    watching.beat()
+    watching.start()
+    try:
+        handler = signal.getsignal(signal.SIGTERM)
+        assert callable(handler)
+        signal.signal(signal.SIGTERM, lambda number, frame: handler(number, frame))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.wait(10)
+        assert watching.failure == "rank 0 was ended by SIGTERM in start"
+        watching.close()
+        calls: list[object] = []
+        with pytest.MonkeyPatch.context() as patch:  # set again after the end
+            patch.setattr(os, "kill", lambda process, number: calls.append((number, signal.getsignal(number))))
+            handler(signal.SIGTERM, None)
+        assert calls == [(signal.SIGTERM, signal.SIG_DFL)]
+    finally:
+        watching.close()
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_rank_that_never_comes_is_missed() -> None:
     run_processes(2, lonely_main)
 

@@ -51,6 +51,7 @@ class Watchdog:
         self._beats: dict[int, list[str]] = {}  # other rank -> state, count, action
         self._still_ticks = dict.fromkeys(self._others, 0)  # not seconds, which go on while this process is stopped
         self._num_beats = 0
+        self._is_called = False  # as the handler of SIGTERM
         self._is_blind = False  # the store has ended in good order, and nobody can be watched any more
         self._failed, self._closed = threading.Event(), threading.Event()
         self._signals, self._wake = socket.socketpair()
@@ -177,7 +178,8 @@ class Watchdog:
             received = self._sleep()
             if signal.SIGINT in received:
                 self._interrupt()  # so that KeyboardInterrupt can be raised
-            if signal.SIGTERM in received and ticks_left is None and self._decides():
+            terminated = self._is_called or (signal.SIGTERM in received and self._decides())
+            if terminated and ticks_left is None:
                 ticks_left, self._lost_ticks = TERMINATED_TICKS, SUSPECT_TICKS
             elif ticks_left is not None:
                 ticks_left -= 1
@@ -186,7 +188,11 @@ class Watchdog:
             os._exit(1)
 
     def _wait_for_the_next_look(self, number: int, frame: FrameType | None) -> None:
-        """The handler of SIGTERM."""
+        """The handler of SIGTERM, also where one that was set later calls it, or sets it again after the end."""
+        self._is_called = True
+        if self._closed.is_set():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _decides(self) -> bool:
         """Whether SIGTERM still is for this one."""
