@@ -18,6 +18,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.distributed import forks
+
 torch.set_num_threads(1)
 gc.disable()  # imports make many objects and no cycles
 
@@ -45,9 +47,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What all imports have made stays, and tests leave few cycles: collections that look at all objects ever again
-    were a tenth of the suite."""
+    were a tenth of the suite. Processes of tests begin with them, too."""
     gc.collect()
     gc.freeze()
+    forks()
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
 

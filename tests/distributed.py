@@ -5,13 +5,15 @@
     results = run_processes(2, rank_main, "3")        # what each rank returned, pickled
     ended = start_processes(2, rank_main, "3")        # exit codes and output, for tests of failures
 
-Plain ranks are forked from one process, which imports every test file once for as long as this one lives.
+Plain ranks are forked from one process, which this one has forked when it had imported every test file.
 """
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import json
+import logging
 import os
 import pickle
 import signal
@@ -19,13 +21,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = (
@@ -60,13 +64,10 @@ def start_processes(
 ) -> list[Ended]:
     """One process per rank with torchrun's variables but no torchrun; all are killed at the timeout."""
     with tempfile.TemporaryDirectory() as folder:
-        forks = _forks()
-        assert forks.stdin is not None
-        assert forks.stdout is not None
+        ask, hear = forks()
         target = _target(function, folder, arguments)
-        forks.stdin.write(json.dumps([world_size, timeout_seconds, _environment(), target]) + "\n")
-        forks.stdin.flush()
-        codes, failure = json.loads(forks.stdout.readline())
+        print(json.dumps([world_size, timeout_seconds, _environment(), target]), file=ask, flush=True)
+        codes, failure = json.loads(hear.readline())
         assert not failure, failure
         return [
             Ended(code, Path(folder, f"{rank}.txt").read_text(), _result(folder, rank))
@@ -75,12 +76,23 @@ def start_processes(
 
 
 @cache
-def _forks() -> "subprocess.Popen[str]":
-    """A process that forks ranks, a line of JSON asking for them and a line answering, until this one has ended."""
-    return subprocess.Popen(
-        [sys.executable, __file__, "serve"], cwd=ROOT, env=_environment(), text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+def forks() -> tuple[TextIO, TextIO]:
+    """To and from a process that forks ranks, a line of JSON asking for them and a line answering, until this one has
+    ended. It is forked from this one, and so to be called before any thread here has locks that it would wait for."""
+    (asked, ask), (hear, answer) = os.pipe(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # there is the one by which pytest-xdist hears its master
+        process = os.fork()
+    if process == 0:
+        os.close(ask)
+        os.close(hear)
+        try:
+            _serve(os.fdopen(asked), os.fdopen(answer, "w"))
+        finally:
+            os._exit(0)
+    os.close(asked)
+    os.close(answer)
+    return os.fdopen(ask, "w"), os.fdopen(hear)
 
 
 def start_torchrun(
@@ -90,7 +102,7 @@ def start_torchrun(
     with tempfile.TemporaryDirectory() as folder:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
         torchrun += [f"--max-restarts={restarts}"]
-        command = [sys.executable, *torchrun, __file__, "rank", *_target(function, folder, arguments)]
+        command = [sys.executable, *torchrun, __file__, *_target(function, folder, arguments)]
         ended = _run(command, Path(folder, "all.txt"), timeout_seconds)
         return ended, [_result(folder, rank) for rank in range(world_size)]
 
@@ -127,20 +139,32 @@ def _run_rank(module: str, name: str, folder: str, *arguments: str) -> None:
     Path(folder, f"{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(result))
 
 
-def _serve() -> None:
-    """Forks ranks for every line of input and answers with their exit codes, or with why there are none."""
+def _serve(asked: TextIO, answers: TextIO) -> None:
+    """Forks ranks for every line that is asked and answers with their exit codes, or with why there are none."""
     gc.disable()  # imports make many objects and no cycles
-    for module in IMPORTED:
-        importlib.import_module(module)
-    for line in sys.stdin:
+    os.chdir(ROOT)
+    _forget_pytest()
+    for line in asked:
         world_size, timeout_seconds, environment, target = json.loads(line)
         codes, failure = [], ""
         try:
-            importlib.import_module(target[0])
+            for module in (*IMPORTED, target[0]):
+                importlib.import_module(module)
             codes = _fork_ranks(world_size, timeout_seconds, environment, target)
         except Exception:
             failure = traceback.format_exc()
-        print(json.dumps([codes, failure]), flush=True)
+        print(json.dumps([codes, failure]), file=answers, flush=True)
+
+
+def _forget_pytest() -> None:
+    """Ranks warn, print, log and end as in a process of their own."""
+    importlib.reload(warnings)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    logging.root.handlers.clear()
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    faulthandler.disable()
+    atexit._clear()
 
 
 def _fork_ranks(
@@ -203,7 +227,4 @@ def _leave(call: Callable[[], None]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        _serve()
-    else:
-        _run_rank(*sys.argv[2:])
+    _run_rank(*sys.argv[1:])
