@@ -297,7 +297,8 @@ class Requested:
         cut = PlannedCut(self.cut.num_blocks, step.likely_samples, step.batch.divisible, rows)
         names = ", ".join(uncosted_ops(step.costs.values()))
         uncosted = (f"no FLOPs are counted for {names}",) if names else ()
-        of_step = *step.captured.notes, *step.captured.inputs.notes, *uncosted, *self._checkpointed(step)
+        captured = step.captured
+        of_step = *captured.notes, *captured.unchecked, *captured.inputs.notes, *uncosted, *self._checkpointed(step)
         notes = *self._assumed(), *of_step, *self._unshared(made), *_unfilled(step), *made.notes
         return replace(made, fingerprint=step.fingerprint, cost_model=self.priced, cut=cut, notes=notes)
 

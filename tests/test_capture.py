@@ -411,10 +411,16 @@ def test_outputs_without_a_loss_are_refused(output: Callable[[Tensor, Tensor], A
 def test_assertions_that_no_rank_checks_are_told() -> None:
     def middle(s: Step, h: Tensor, y: Tensor) -> Tensor:
         torch._assert_async(h.isfinite().all(), "not finite")
+        torch.ops.aten._functional_assert_async(h.isfinite().all(), "not finite", torch.empty(0))
+        torch._check(h.sum().item() < 1e9)
+        torch._check(h.shape[1] > 1)
+        torch._assert_scalar(h.shape[0] < 99, "many samples")
         return h
 
     program = exact(Step(middle), batch())
-    assert any("_assert_async.msg is left out: no rank checks it" in note for note in program.plan.notes)
+    told = [note.split("aten.")[1] for note in program.plan.notes if "left out" in note]
+    names = "_assert_async.msg", "_functional_assert_async.msg", "_assert_scalar.default"
+    assert told == [f"{name} is left out: no rank checks it" for name in names]
 
 
 # Regions

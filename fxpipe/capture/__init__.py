@@ -49,6 +49,7 @@ from fxpipe.capture.known import Read
 from fxpipe.capture.model_call import ModelCall
 from fxpipe.capture.outputs import OutputsFound, drop_unknown, is_number, outputs_of, separate, sinks
 from fxpipe.capture.randomness import Draw
+from fxpipe.capture.reach import reached
 from fxpipe.capture.sizes import alike_sizes, expression
 from fxpipe.capture.updates import Update, refuse_all, require_plain, require_seen, taken_out
 from fxpipe.capture.views import shape_nodes
@@ -62,11 +63,12 @@ class Capture:
 
     `tensors` maps a placeholder to the state name (parameter, buffer) or constant it stands for; `batch` is the symbol
     of the batch size, None when only the static size `inputs.batch_size` could be captured; `notes` tells the user what
-    had to be given up, `left_out` names what a training step's forward returns beside the loss that is no output.
-    `fingerprint` tells the step, as it was captured, from others; it is that while what forward has `read` as numbers
-    keeps its value, and for calls whose inputs the `guards` hold of; `kept` tells of tensors that forward leaves on the
-    model, where no program does; `updates` are what it writes into the model's own tensors. Smaller batches than the
-    call's, down to `fewest` samples, and larger ones up to `most` (None is infinity), are computed by the same graph.
+    had to be given up for it, `unchecked` which assertions no rank checks, `left_out` names what a training step's
+    forward returns beside the loss that is no output. `fingerprint` tells the step, as it was captured, from others; it
+    is that while what forward has `read` as numbers keeps its value, and for calls whose inputs the `guards` hold of;
+    `kept` tells of tensors that forward leaves on the model, where no program does; `updates` are what it writes into
+    the model's own tensors. Smaller batches than the call's, down to `fewest` samples, and larger ones up to `most`
+    (None is infinity), are computed by the same graph.
     """
 
     graph: fx.Graph
@@ -87,6 +89,7 @@ class Capture:
     kept: tuple[str, ...] = ()
     guards: tuple[Guard, ...] = ()
     updates: tuple[Update, ...] = ()
+    unchecked: tuple[str, ...] = ()
 
     @cached_property
     def nodes(self) -> Mapping[str, fx.Node]:
@@ -137,7 +140,7 @@ class Capture:
             counts[node.meta["kind"]] += 1
         calls = sum(node.op == "call_function" for node in self.graph.nodes)
         head = f"capture: {calls} operations, " + ", ".join(f"{n} {kind}s" for kind, n in counts.items() if n)
-        return "\n".join([head, *(f"  note: {note}" for note in self.notes)])
+        return "\n".join([head, *(f"  note: {note}" for note in (*self.notes, *self.unchecked))])
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -244,11 +247,11 @@ def captured_from(model: nn.Module, exported: Exported, outputs: Sequence[str] =
     _refuse_foreign_gradients(graph, constants, {name: parameters[name] for name in wanted} if is_step else {})
     graph.lint()
     batch = _batch(graph, exported)
-    notes = (*(() if batch else _notes(exported)), *unchecked)
+    notes = () if batch else _notes(exported)
     return Capture(
         graph, inputs, tensors, constants, trainable, tied, draws, batch, unused, notes, exported.fewest,
         exported.most, tuple(left_out), step_fingerprint(graph, draws, updates), exported.numbers.read, exported.kept,
-        tuple(exported.numbers.guards), updates,
+        tuple(exported.numbers.guards), updates, unchecked,
     )  # fmt: skip
 
 
@@ -361,14 +364,23 @@ def _drop_no_ops(graph: fx.Graph) -> tuple[str, ...]:
             node.replace_all_uses_with(whole)
             graph.erase_node(node)
             continue
+        if _checks_values(node):
+            unchecked[f"{private.where(node)}: {node.target} is left out: no rank checks it"] = None
         if private.is_assertion(node.target):
-            if private.packet_name(node.target) == "_assert_async":
-                unchecked[f"{private.where(node)}: {node.target} is left out: no rank checks it"] = None
             graph.erase_node(node)
         elif passes_through(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     return tuple(unchecked)
+
+
+def _checks_values(node: fx.Node) -> bool:
+    """Whether it asserts something of what a tensor holds, also as a number: `torch._check(x.sum().item() < 9)`."""
+    if private.packet_name(node.target) in ("_assert_async", "_functional_assert_async"):
+        return True
+    condition = node.all_input_nodes if private.is_assertion(node.target) else ()
+    numbers = reached(condition, lambda n: [] if private.tensors_in(n.meta.get("val")) else n.all_input_nodes)
+    return any(private.packet_name(number.target) in ("item", "_local_scalar_dense") for number in numbers)
 
 
 def _not_broadcast(node: fx.Node) -> fx.Node | None:

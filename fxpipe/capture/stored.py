@@ -75,6 +75,7 @@ def to_data(captured: Capture, model: nn.Module) -> dict[str, Any]:
             [one.name, [_node_data(node) for node in one.graph.nodes], one.is_first] for one in captured.updates
         ],
         "fingerprint": captured.fingerprint,
+        "unchecked": list(captured.unchecked),
     }
 
 
@@ -116,6 +117,7 @@ def from_data(data: Mapping[str, Any], inputs: InputSpec, model: nn.Module) -> C
         left_out=tuple(data["left_out"]),
         kept=tuple(data["kept"]),
         fingerprint=data["fingerprint"],
+        unchecked=tuple(data["unchecked"]),
         updates=tuple(Update(name, _graph(traced, nodes), first) for name, nodes, first in data["updates"]),
     )
 

@@ -46,7 +46,8 @@ class Traced:
         """What had to be given up."""
         one_by_one = self.any_size.fixed if isinstance(self.any_size, AnySize) else self.any_size
         why = {"sizes are traced one by one": one_by_one, "this size was traced apart": self.apart}
-        return (*self.captured.notes, *(f"{what}: {reason}" for what, reason in why.items() if reason))
+        of_call = *self.captured.notes, *self.captured.unchecked
+        return (*of_call, *(f"{what}: {reason}" for what, reason in why.items() if reason))
 
     def num_samples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         """Of a call that has this graph; None of another. Of tensors only shapes and types are used,
