@@ -129,6 +129,17 @@ def test_of_gradients_that_no_optimizer_has_used_a_save_tells(tmp_path: Path) ->
     run.engine.save(tmp_path)
 
 
+def test_states_of_an_optimizer_keep_their_types(tmp_path: Path) -> None:
+    """`mu_product` is in float32 beside weights in float64."""
+    run, again = local(LINE), local(WAVE)
+    of, other = (torch.optim.NAdam(one.model.parameters()) for one in (run, again))
+    run.engine.step(batch(0, ROWS))
+    of.step()
+    run.engine.save(tmp_path, of)
+    again.engine.load(tmp_path, other)
+    torch.testing.assert_close(other.state_dict()["state"], of.state_dict()["state"], rtol=0.0, atol=0.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.bfloat16, torch.bool, torch.int64])
 def test_a_part_holds_tensors_of_any_type(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {

@@ -91,6 +91,20 @@ def saved_state(
     return {"state": state, "param_groups": loaded}
 
 
+def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """In the types that it was saved in: torch casts all but `step` to the parameter's, as float32 moments of weights
+    in bfloat16, and `mu_product` of NAdam."""
+    optimizer.load_state_dict(state)
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return  # which knows better
+    for number, parameter in enumerate(_parameters(optimizer)):
+        held = optimizer.state[parameter] if number in state["state"] else {}
+        for name, value in held.items():
+            saved = state["state"][number].get(name)
+            if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor) and value.dtype != saved.dtype:
+                held[name] = saved.to(value.device)
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 

@@ -9,7 +9,7 @@ from fxpipe.errors import RunError
 from fxpipe.run.host_states import states_on_host
 from fxpipe.run.ownership import is_empty, renew
 from fxpipe.run.saves.checkpoint import Checkpoint
-from fxpipe.run.saves.optimizers import saved_state
+from fxpipe.run.saves.optimizers import load_state, saved_state
 from fxpipe.run.saves.parts import tensor_sum
 from fxpipe.run.saves.run import Progress, Stateful, TrainingRun, named_state
 
@@ -39,7 +39,7 @@ def prepare(run: TrainingRun, checkpoint: Checkpoint) -> Callable[[], dict[str, 
     def put_back() -> dict[str, Any]:
         for name, optimizer in run.optimizers.items():
             with states_on_host(optimizer):
-                optimizer.load_state_dict(states[name])
+                load_state(optimizer, states[name])
         _restore_model(run, checkpoint)
         for name, value in run.sections.items():
             value.load_state_dict(values.pop(name))
