@@ -63,21 +63,32 @@ def test_no_step_is_shorter_than_its_bounds(
     st.integers(1, 4),
     st.sampled_from([1e0, 1e2, 1e9]),
     st.sampled_from([(0, True, True), (64, False, False), (64, True, False), (64, False, True)]),
+    st.integers(0, 3),
 )
 def test_no_order_is_shorter_than_when_it_is_alone(
-    name: str, stages: int, replicas: int, microbatches: int, bandwidth: float, far: tuple[int, bool, bool]
+    name: str, stages: int, replicas: int, microbatches: int, bandwidth: float, far: tuple[int, bool, bool], more: int
 ) -> None:
     """Values that are of all samples, and those that no gradient comes back of, travel as such."""
     world, count = stages * replicas, microbatches * replicas
     cluster = Cluster("toy", (Level(world, Link("toy", bandwidth, 0.1)),))
     line = [edge(i, i + 1, num_bytes=8) for i in range(stages - 1)]
     read_last = Edge("far", 0, (stages - 1,), ("conditioning",), *far)
-    of = case(stages, world, 4 * count, weight_bytes=64, edges=[*line, read_last], cluster=cluster)
+    samples = 4 * count + min(more, count - 1)
+    of = case(stages, world, samples, weight_bytes=64, edges=[*line, read_last], cluster=cluster)
     ranks = tuple(tuple(stage + stages * copy for copy in range(replicas)) for stage in range(stages))
     staged = Staged(tuple(range(stages + 1)), ranks, name, False, world)
     orders = Orders(of, staged, count, ahead=False)
     found = simulate(step_ops(of, staged, orders.named(), microbatch_sizes(of.batch_size, count)), cluster).seconds
     assert ordered_seconds(of, staged, orders.named_alone) <= found * (1 + 1e-9)
+
+
+def test_uneven_micro_batches_take_what_each_of_them_does() -> None:
+    """Two of two samples and one of one, where messages take nothing."""
+    of = case(2, 2, 5, edges=[edge(0, 1, num_bytes=0)])
+    staged = Staged((0, 1, 2), ((0,), (1,)), "1f1b", False, 2)
+    orders = Orders(of, staged, 3, ahead=False)
+    found = simulate(step_ops(of, staged, orders.named(), (2, 2, 1)), of.cluster).seconds
+    assert ordered_seconds(of, staged, orders.named_alone) == pytest.approx(found)
 
 
 def test_gradients_of_a_weight_that_blocks_share_are_summed_once() -> None:

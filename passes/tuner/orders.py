@@ -10,7 +10,7 @@ from functools import cached_property
 from operator import add
 
 from fxpipe.plan.actions import Action, Work
-from fxpipe.plan.execution import ActionTimes
+from fxpipe.plan.execution import ActionTimes, simulate
 from fxpipe.plan.plan import microbatch_sizes
 from fxpipe.plan.schedule import Schedule
 from fxpipe.plan.staged import Staged
@@ -58,15 +58,19 @@ class Orders:
         return named_schedule(self.staged.schedule, self._problem)
 
     def alone(self, of_one: Schedule, again_seconds: Sequence[float] = ()) -> ActionTimes:
-        """When the actions of a pipeline take place that has all links for itself, with its fewest samples; where so
-        many seconds of every stage's forward are computed again."""
-        least = self._sizes[-1]
-        seconds = {kind: of for kind, of in self._seconds_of(least).items() if kind in self._problem.seconds}
-        for kind in seconds.keys() & {"B", "I"} if again_seconds else ():
-            seconds[kind] = tuple(map(add, seconds[kind], again_seconds))
-        return replace(self._problem, seconds=seconds, lag=Lags(self.case, self.staged, least, alone=True)).simulate(
-            of_one
-        )
+        """When the actions of the first pipeline take place that has all links for itself, where so many seconds of
+        every stage's forward are computed again."""
+        sizes = self._sizes[:: self.staged.replicas]
+        seconds = {size: self._seconds_of(size) for size in {*sizes}}
+        for size in seconds if again_seconds else ():
+            again = {kind: tuple(map(add, seconds[size][kind], again_seconds)) for kind in "BI"}
+            seconds[size] = {**seconds[size], **again}
+
+        def duration(action: Action) -> float:
+            return seconds[sizes[action.microbatch]][action.kind][action.stage]
+
+        lag = Lags(self.case, self.staged, sizes[-1], alone=True)
+        return simulate(of_one, self._of_one, duration, lag)
 
     @cached_property
     def named_alone(self) -> ActionTimes:
