@@ -52,7 +52,7 @@ def batch(size: int = 6, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Te
 
 
 def exact(model: nn.Module, inputs: Any, **options: Any) -> Program:
-    """The compiled step, by the order of actions found at once, after asserting its loss and gradients are one device's."""
+    """The step compiled without a search for shorter orders, once its loss and gradients are one device's."""
     program = fxpipe.compile(model, 2, example_inputs=inputs, budget=0, **options)
     args, kwargs = call_of(inputs)
     report = program.verify(*args, **kwargs)
