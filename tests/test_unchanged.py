@@ -1,5 +1,6 @@
 """A model that is set otherwise after it was compiled: seen before the next step, refused where it makes another."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -124,8 +125,21 @@ def test_a_weight_of_two_layers_that_becomes_two_is_refused(batch: tuple[Tensor]
     engine = engine_of(model)
     engine.step(batch)
     model.last.weight = nn.Parameter(model.first.weight.detach().clone())
-    with pytest.raises(RunError, match=r"last\.weight of the model is another tensor than the one that is trained"):
+    with pytest.raises(RunError, match=r"last\.weight of the model, which was first\.weight, is another tensor, since"):
         engine.step(batch)
+
+
+def test_another_layer_in_the_place_of_a_name_that_forward_does_not_read_is_no_change(batch: tuple[Tensor]) -> None:
+    model = Layers().double()
+    model.also = model.last
+    engine = engine_of(model)
+    engine.step(batch)
+    model.also = copy.deepcopy(model.last)
+    expected, _ = torch.autograd.grad(model(*batch), [model.last.weight, model.last.bias])
+    model.zero_grad()
+    engine.step(batch)
+    torch.testing.assert_close(model.last.weight.grad, expected)
+    assert model.also.weight.grad is None
 
 
 def test_what_makes_the_same_step_is_no_change(batch: tuple[Tensor]) -> None:

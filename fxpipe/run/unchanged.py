@@ -32,7 +32,7 @@ class Unchanged:
     """Looked at before every step, which takes a millisecond for a thousand modules, in a step two or three.
 
     Args:
-        used: the model's tensors that programs read, by name.
+        used: the model's tensors that programs read, by all their names.
         settings: as the model was set when it was captured.
         read: what forwards, of every shape, have read as numbers, or keep what they make of.
         is_same: whether it is still captured as the same step.
@@ -51,6 +51,7 @@ class Unchanged:
         self._trained = _trained(model)
         self._known: _Tensors | None = None
         self._used = {name: (tensor, tensor.dtype) for name, tensor in (used or {}).items()}
+        self._first = {tensor: name for name, (tensor, _) in reversed(self._used.items())}
 
     def require(self) -> None:
         """Raises RunError where it has other parameters by now, others that are trained, or makes another step."""
@@ -79,8 +80,12 @@ class Unchanged:
         if not self._used:
             return
         held: dict[str, Any] = tensors_of(self._model)
+        others = list[str]()
         for name, (tensor, dtype) in self._used.items():
-            now = held.get(name)
+            now, first = held.get(name), self._first[tensor]
+            if now is not tensor and name != first and self._settings is not None:  # forward may not read this one
+                others.append(f"{name} of the model, which was {first}, is another tensor")
+                continue
             if now is not tensor:
                 raise RunError(
                     f"{name} of the model is another tensor than the one that is trained or read since this engine was "
@@ -93,6 +98,8 @@ class Unchanged:
                 raise RunError(f"{name} of the model was {dtype}, and is now {now.dtype}; {_AGAIN}")
             if now.requires_grad and private.has_gradient_hooks(now):
                 raise RunError(f"parameter {name} has a gradient hook, which steps do not run; change .grad after them")
+        if others:
+            self._require_same_step(others)
 
     def _require_same_values(self) -> None:
         read = [(name, *one) for reads in self._read() for name, one in reads.items()]
