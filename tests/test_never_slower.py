@@ -73,7 +73,7 @@ def at_once_bytes(case: Case) -> int:
     return simulate(ops, case.cluster).peak_bytes
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     st.sampled_from(sorted(MODELS)),
     st.sampled_from(sorted(DEVICES)),

@@ -148,7 +148,7 @@ class Recurrent(nn.Module):
 
 def test_recurrent_layers_in_float32_are_exact() -> None:
     x = torch.randn(4, 3, 6)
-    report = fxpipe.compile(Recurrent(), 2, example_inputs=(x,), microbatches=2).verify(x)
+    report = fxpipe.compile(Recurrent(), 2, example_inputs=(x,), microbatches=2, budget=0).verify(x)
     assert report.ok, report
 
 
@@ -247,7 +247,7 @@ class Noisy(nn.Module):
 
 def test_gradients_that_are_noise_are_judged_by_their_distance_to_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     x, model = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(0)), Noisy()
-    program = fxpipe.compile(model, 2, example_inputs=(x,), microbatches=3)
+    program = fxpipe.compile(model, 2, example_inputs=(x,), microbatches=3, budget=0)
     report = program.verify(x)
     assert report.ok, report
     assert not report.max_grad_error <= 1e-4
@@ -276,7 +276,7 @@ def test_what_float64_does_not_tell_is_not_exact(monkeypatch: pytest.MonkeyPatch
     for ours in (own, replace(own, gradients={"a": g})):
         assert noise_of(ours, own, wide, ["b"]) is None
     x, right = torch.randn(6, 3, 8, 8), fxpipe.Program._run_local
-    program = fxpipe.compile(Asks(), 2, example_inputs=(x,), microbatches=3)
+    program = fxpipe.compile(Asks(), 2, example_inputs=(x,), microbatches=3, budget=0)
 
     def wrong(*args: Any) -> StepResult:
         found = right(*args)

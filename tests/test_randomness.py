@@ -140,7 +140,7 @@ def test_draws_do_not_depend_on_the_layout() -> None:
     step = Step(lambda s, h, y: s.drop(h) + torch.randn_like(h) * torch.rand(()))
     losses = []
     for world_size, microbatches in ((1, 1), (2, 4), (4, 6)):
-        program = fxpipe.compile(step, world_size, example_inputs=batch(), microbatches=microbatches)
+        program = fxpipe.compile(step, world_size, example_inputs=batch(), microbatches=microbatches, budget=0)
         losses.append(float(program.run_local(*batch(), seed=3, step=5).loss))
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-14)
 
@@ -153,7 +153,7 @@ def test_every_draw_has_its_own_numbers() -> None:
 
 
 def test_steps_of_an_engine_draw_anew() -> None:
-    engine = fxpipe.compile(Step(lambda s, h, y: s.drop(h)), 2, example_inputs=batch()).local_engine(seed=1)
+    engine = fxpipe.compile(Step(lambda s, h, y: s.drop(h)), 2, example_inputs=batch(), budget=0).local_engine(seed=1)
     assert float(engine.step(batch())) != float(engine.step(batch()))
 
 
@@ -172,7 +172,7 @@ class Conditional(nn.Module):
 
 def test_another_number_of_draws_is_no_verification() -> None:
     model, inputs = Conditional(), batch(dtype=torch.float32)
-    program = fxpipe.compile(model, 2, example_inputs=inputs)
+    program = fxpipe.compile(model, 2, example_inputs=inputs, budget=0)
     model.noisy = False
     with pytest.raises(fxpipe.CompileError, match="made 0 random draws, the captured graph 1"):
         program.verify(*inputs)
@@ -223,7 +223,7 @@ def test_draws_that_a_graph_cannot_say_are_refused(middle: Middle, says: str) ->
 
 def test_draws_are_shared_among_the_ranks_of_a_process_and_not_kept_by_one_alone() -> None:
     step = Step(lambda s, h, y: h + torch.randn_like(h))
-    program = fxpipe.compile(step, 2, example_inputs=batch(4), microbatches=2)
+    program = fxpipe.compile(step, 2, example_inputs=batch(4), microbatches=2, budget=0)
     (index,) = program.step.draws
     alone, shared = (kind(program.step, 3, 5, torch.device("cpu")) for kind in (Draws, SharedDraws))
     assert shared(index) is shared(index)
