@@ -242,6 +242,34 @@ def test_modules_in_training_mode_are_told(caplog: pytest.LogCaptureFixture) -> 
         assert error(sampler.predict(input=x), model(x)) <= 1e-10
 
 
+class Merging(nn.Conv2d):
+    """An adapter that goes into the weight in eval, as loralib's do."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> "Merging":
+        if mode == self.merged:
+            with torch.no_grad():
+                self.weight.mul_(0.5 if mode else 2.0)
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 if self.merged else 2)
+
+
+def test_a_mode_is_set_and_not_asked_for() -> None:
+    model, x = nn.Sequential(Merging(2, 2, 3, padding=1, bias=False)).double(), noise(1, 2, 9, 5)
+    for one in (model, torch.export.export(model, (), {"input": x}).module()):  # whose own eval() refuses
+        weight = next(one.parameters()).detach().clone()
+        sampler = fxpipe.compile_sampler(one, 2, example={"input": x}, sample={"input": 2}, patches=2)
+        with torch.no_grad():
+            assert error(sampler.predict(input=x), one(input=x)) <= 1e-10
+        assert torch.equal(next(one.parameters()), weight)
+        assert one.training
+    assert not model[0].merged
+
+
 def test_half_precision() -> None:
     pipe, call = tiny("sd/small", torch.bfloat16)
     wide, _ = tiny("sd/small", torch.float64)

@@ -217,11 +217,13 @@ def _goes_by_mode(module: nn.Module) -> bool:
 
 @contextmanager
 def _sampling(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval and no parameter requires a gradient."""
+    """Inside, the model is in eval and no parameter requires a gradient. Modes are set, not asked for: an `eval()` or
+    `train()` of a module's own may refuse, or do what is not undone."""
     modes = {module: module.training for module in model.modules()}
     trained = [one for one in model.parameters() if one.requires_grad and not one.is_inference()]
     try:
-        model.eval()
+        for module in modes:
+            module.training = False
         for parameter in trained:
             parameter.requires_grad_(False)
         yield
