@@ -258,7 +258,7 @@ class Merging(nn.Conv2d):
         return super().forward(x) * (1 if self.merged else 2)
 
 
-def test_a_mode_is_set_and_not_asked_for() -> None:
+def test_a_mode_is_set_and_not_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     model, x = nn.Sequential(Merging(2, 2, 3, padding=1, bias=False)).double(), noise(1, 2, 9, 5)
     for one in (model, torch.export.export(model, (), {"input": x}).module()):  # whose own eval() refuses
         weight = next(one.parameters()).detach().clone()
@@ -268,6 +268,7 @@ def test_a_mode_is_set_and_not_asked_for() -> None:
         assert torch.equal(next(one.parameters()), weight)
         assert one.training
     assert not model[0].merged
+    assert caplog.text.count("0: in training mode, which its own train() or eval() sets; neither is called") == 1
 
 
 def test_half_precision() -> None:

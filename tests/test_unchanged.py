@@ -142,6 +142,27 @@ def test_another_layer_in_the_place_of_a_name_that_forward_does_not_read_is_no_c
     assert model.also.weight.grad is None
 
 
+def test_another_buffer_in_the_place_of_a_second_name_is_refused(batch: tuple[Tensor]) -> None:
+    """Which of its names forward reads is not known."""
+
+    class Scaled(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("one", torch.ones(()))
+            self.register_buffer("two", self.one)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.two
+
+    model = Scaled().double()
+    model.two = model.one
+    engine = engine_of(model)
+    engine.step(batch)
+    model.two = model.one * 3
+    with pytest.raises(RunError, match=r"two of the model is another tensor than the one that is trained or read"):
+        engine.step(batch)
+
+
 def test_what_makes_the_same_step_is_no_change(batch: tuple[Tensor]) -> None:
     global loss
     model = Layers().double()

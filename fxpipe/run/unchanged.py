@@ -83,7 +83,8 @@ class Unchanged:
         others = list[str]()
         for name, (tensor, dtype) in self._used.items():
             now, first = held.get(name), self._first[tensor]
-            if now is not tensor and name != first and self._settings is not None:  # forward may not read this one
+            further = name != first and isinstance(tensor, nn.Parameter)  # of buffers no capture tells which it reads
+            if now is not tensor and further and self._settings is not None:  # forward may not read this one
                 others.append(f"{name} of the model, which was {first}, is another tensor")
                 continue
             if now is not tensor:

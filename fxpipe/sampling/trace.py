@@ -207,6 +207,13 @@ def _warn_of_training(model: nn.Module) -> None:
             names[0] or "the model itself",
             more,
         )
+    for name, module in model.named_modules():
+        if module.training and not (type(module).train is nn.Module.train and type(module).eval is nn.Module.eval):
+            _log.warning(
+                "%s: in training mode, which its own train() or eval() sets; neither is called: if they do more than "
+                "set modes, call .eval() before compiling",
+                name or "the model itself",
+            )
 
 
 def _goes_by_mode(module: nn.Module) -> bool:
