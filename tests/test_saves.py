@@ -25,6 +25,8 @@ import fxpipe
 from fxpipe.plan.transport import Transport
 from fxpipe.run.engine import Engine
 from fxpipe.run.kinds import BatchKind
+from fxpipe.run.optimizer_steps import ELSEWHERE
+from fxpipe.run.ownership import as_is
 from fxpipe.run.saves import engine_saves, folders, parts
 from fxpipe.run.saves.values import decode, encode
 from fxpipe.run.transport import run_ranks
@@ -137,6 +139,17 @@ def test_states_of_an_optimizer_keep_their_types(tmp_path: Path) -> None:
     of.step()
     run.engine.save(tmp_path, of)
     again.engine.load(tmp_path, other)
+    torch.testing.assert_close(other.state_dict()["state"], of.state_dict()["state"], rtol=0.0, atol=0.0)
+
+
+def test_nested_states_of_an_optimizer_keep_their_types(tmp_path: Path) -> None:
+    run = local(LINE)
+    of, other = (torch.optim.Adagrad(run.model.parameters()) for _ in range(2))
+    like = [torch.full((2,), 0.1, dtype=torch.float64)]
+    for parameter in run.model.parameters():
+        of.state[parameter] |= {"GG": like, "both": {"means": (like[0], 3)}}
+    run.engine.save(tmp_path, of)
+    run.engine.load(tmp_path, other)
     torch.testing.assert_close(other.state_dict()["state"], of.state_dict()["state"], rtol=0.0, atol=0.0)
 
 
@@ -311,6 +324,57 @@ def test_what_one_rank_has_of_an_optimizer_is_told_and_not_taken_for_anothers() 
         run.engine._everyones(None)
 
     on_ranks(2, LINE, body)
+
+
+def test_states_of_all_ranks_put_together_by_hand_are_taken(tmp_path: Path) -> None:
+    """Of one group there are none. What a rank was given is not saved, and told from the load on."""
+
+    def in_groups(run: SavedRun) -> SGD:
+        named = [*run.model.named_parameters()]
+        plain, moving = ([p for name, p in named if name.endswith("bias") is which] for which in (True, False))
+        return SGD([{"params": plain, "momentum": 0.0}, {"params": moving, "momentum": 0.9}], 0.01)
+
+    def body(run: SavedRun) -> None:
+        optimizer, anew = in_groups(run), in_groups(run)
+        run.engine.step(batch(0, ROWS))
+        optimizer.step()
+        with as_is():
+            own = copy.deepcopy(optimizer.state_dict())
+        own["param_groups"][1][ELSEWHERE] = []
+        optimizer.load_state_dict(own)
+        run.engine.save(tmp_path, optimizer)
+        run.engine.load(tmp_path, anew)
+        assert not any(ELSEWHERE in group for group in anew.param_groups)
+        state = None
+        if run.engine.rank == 0:
+            with pytest.warns(UserWarning, match="on rank 0 is without the states of"):
+                state = copy.deepcopy(anew.state_dict())
+            assert [ELSEWHERE in group for group in state["param_groups"]] == [False, True]
+        groups = run.engine._everyones(state)[0]["param_groups"]
+        states = run.engine._everyones(own["state"])
+        anew.load_state_dict({"state": {n: held for one in states for n, held in one.items()}, "param_groups": groups})
+        run.engine.step(batch(1, ROWS))
+        if run.engine.rank == 0:
+            anew.step()
+        run.engine._everyones(None)  # one rank at a time catches warnings
+        if run.engine.rank == 1:
+            with pytest.warns(UserWarning, match="theirs are out of date"):
+                anew.step()
+        run.engine._everyones(None)
+
+    on_ranks(2, LINE, body)
+
+
+def test_what_is_first_used_later_does_not_begin_anew_untold() -> None:
+    first, later = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.Adam([first, later])
+    first.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.param_groups[0][ELSEWHERE] = [1]
+    optimizer.step()
+    later.grad = torch.ones(2)
+    with pytest.raises(fxpipe.RunError, match="without those of 1 parameters that are trained here"):
+        optimizer.step()
 
 
 def test_what_ranks_had_apart_is_loaded_into_their_layout_alone(tmp_path: Path) -> None:

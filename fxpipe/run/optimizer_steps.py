@@ -23,7 +23,7 @@ from fxpipe.errors import RunError
 from fxpipe.run.ownership import is_idle, num_claims, owners, uses_as_is
 
 _PLAIN = (type(None), bool, int, float, str, tuple)
-_ELSEWHERE = "trained on other ranks"  # of a group whose state was taken: the places of these parameters
+ELSEWHERE = "trained on other ranks"  # of a group whose state was taken: the places of these parameters
 _BY_NAME = "engine.save and engine.load keep all states, by the names of parameters"
 _watching: "weakref.WeakSet[OptimizerSteps]" = weakref.WeakSet()
 _telling: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
@@ -62,9 +62,8 @@ class OptimizerSteps:
         trained = [parameter for parameter in self._trained if owners(parameter) and not is_idle(parameter)]
         of_these = sum(id(parameter) in held for parameter in trained)
         self._has_parts |= 0 < of_these < len(trained)
-        if of_these and optimizer not in _telling:
-            optimizer.register_state_dict_post_hook(partial(_tell_part, self._rank))
-            _telling.add(optimizer)
+        if of_these:
+            tell_parts(optimizer, self._rank)
         return 0 < of_these == len(trained)
 
     def taken(self) -> tuple[bool | None, dict[str, Any]]:
@@ -75,6 +74,13 @@ class OptimizerSteps:
         return bool(options) if is_told else None, options
 
 
+def tell_parts(optimizer: Any, rank: int) -> None:
+    """From now on, whoever takes its state by `state_dict` is told what that is without."""
+    if isinstance(optimizer, Optimizer) and optimizer not in _telling:
+        optimizer.register_state_dict_post_hook(partial(_tell_part, rank))
+        _telling.add(optimizer)
+
+
 def _tell_part(rank: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
     if uses_as_is():
         return
@@ -83,8 +89,9 @@ def _tell_part(rank: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
         trained = {place: owners(p) for place, p in enumerate(group["params"]) if owners(p) and not is_idle(p)}
         elsewhere = [place for place, ranks in trained.items() if rank not in ranks]
         num_trained, num_elsewhere = num_trained + len(trained), num_elsewhere + len(elsewhere)
-        if elsewhere and optimizer.state:
-            taken[_ELSEWHERE] = elsewhere
+        here = [group["params"][place] for place in trained.keys() - elsewhere]
+        if elsewhere and optimizer.state and (not here or any(p in optimizer.state for p in here)):
+            taken[ELSEWHERE] = elsewhere
     if num_elsewhere:
         warnings.warn(
             f"optimizer.state_dict() on rank {rank} is without the states of {num_elsewhere} parameters of "
@@ -96,22 +103,25 @@ def _tell_part(rank: int, optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 def _refuse_part(optimizer: Optimizer, *_: Any) -> None:
     """What a rank has of an optimizer's state has been loaded where other parameters are trained."""
-    marked = [group for group in optimizer.param_groups if _ELSEWHERE in group]
-    if not marked or all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
-        return
-    here = [p for group in marked for p in map(group["params"].__getitem__, group[_ELSEWHERE]) if p.grad is not None]
-    lost = sum(p not in optimizer.state for p in here)
-    if lost:
-        raise RunError(
-            f"the optimizer was given a rank's states, which are without those of {lost} parameters that are trained "
-            f"here and were on other ranks: they would begin anew; {_BY_NAME}"
-        )
-    for group in marked:
-        del group[_ELSEWHERE]
-    if here:
+    begun = []  # the groups of which a gradient has come of what was trained elsewhere
+    num_here = 0
+    for group in optimizer.param_groups:
+        marked = [group["params"][place] for place in group.get(ELSEWHERE, ())]
+        here = sum(p.grad is not None for p in marked)
+        if here and not any(p in optimizer.state for p in marked):
+            raise RunError(
+                f"the optimizer was given a rank's states, which are without those of {here} parameters that are "
+                f"trained here and were on other ranks: they would begin anew; {_BY_NAME}"
+            )
+        begun += [group] * bool(here)
+        num_here += here
+    for group in begun:
+        del group[ELSEWHERE]
+    if num_here:
         warnings.warn(
-            f"the optimizer was given a rank's states, and {len(here)} parameters that are trained here were on other "
-            f"ranks: unless these were put together by hand, theirs are out of date; {_BY_NAME}",
+            f"the optimizer was given a rank's states, and {num_here} parameters that are trained here were on other "
+            "ranks: unless these were put together by hand, theirs are out of date, and what is without any begins "
+            f"anew; {_BY_NAME}",
             stacklevel=1,
         )
 

@@ -16,6 +16,7 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.run.accumulation import last_optimizer_step
 from fxpipe.run.engine_base import EngineBase
+from fxpipe.run.optimizer_steps import tell_parts
 from fxpipe.run.saves import folders
 from fxpipe.run.saves.base import NO_BASE, Base
 from fxpipe.run.saves.choice import Loaded, load, on_all, sections_of
@@ -150,10 +151,13 @@ class EngineSaves(EngineBase):
     ) -> TrainingRun:
         others = {name: Progress(of) if isinstance(of, EngineSaves) else of for name, of in (extra or {}).items()}
         own = {"engine": Progress(self), "random": RandomState(self.device)}
-        return TrainingRun(
+        run = TrainingRun(
             self._model, optimizer, own | sections_of(scheduler, others), self.rank, self._num_writers, self._owners,
             self.base,
         )  # fmt: skip
+        for one in run.optimizers.values():
+            tell_parts(one, self.rank)
+        return run
 
     def _finish(self) -> None:
         """Collective: the last save is complete, on all ranks."""

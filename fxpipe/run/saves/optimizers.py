@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import RunError
+from fxpipe.run.optimizer_steps import ELSEWHERE
 from fxpipe.run.ownership import as_is
 from fxpipe.run.saves.checkpoint import Checkpoint
 from fxpipe.run.saves.run import Stateful, TrainingRun
@@ -43,7 +44,7 @@ def optimizer_state(
         raise RunError(f"the optimizer's state has {', '.join(state)}, not state and param_groups alone: use extra")
     groups, named = [], _parameter_names(run, optimizer)
     for number, (group, parameters) in enumerate(zip(state["param_groups"], named, strict=True)):
-        options = {option: value for option, value in group.items() if option not in ("params", "param_names")}
+        options = {name: value for name, value in group.items() if name not in ("params", "param_names", ELSEWHERE)}
         groups.append({"options": encode(options, f"{called}, group {number}", keep), "parameters": list(parameters)})
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     number_of = {id(p): number for number, p in zip(numbers, _parameters(optimizer), strict=True)}
@@ -100,9 +101,18 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     for number, parameter in enumerate(_parameters(optimizer)):
         held = optimizer.state[parameter] if number in state["state"] else {}
         for name, value in held.items():
-            saved = state["state"][number].get(name)
-            if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor) and value.dtype != saved.dtype:
-                held[name] = saved.to(value.device)
+            held[name] = _as_saved(value, state["state"][number].get(name))
+
+
+def _as_saved(value: Any, saved: Any) -> Any:
+    """What was loaded, whose tensors, at any depth, have the types of those that were saved."""
+    if isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return value if value.dtype == saved.dtype else saved.to(value.device)
+    if isinstance(value, dict) and isinstance(saved, dict):
+        return {key: _as_saved(item, saved.get(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple) and isinstance(saved, list | tuple) and len(value) == len(saved):
+        return type(value)(map(_as_saved, value, saved))
+    return value
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
