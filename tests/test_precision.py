@@ -1,5 +1,6 @@
 """Steps in bfloat16 and float16: eager autocast's numbers, judged by their distance to float32; scalers."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -348,6 +349,23 @@ def test_only_scalers_of_engines_are_taken(tmp_path: Path) -> None:
         assert not engine.scaler().is_enabled()
     with pytest.raises(RunError, match=says):
         engine.scaler(enabled=True)
+
+
+def test_a_weight_in_float16_that_is_read_without_gradients_scales_as_a_frozen_one() -> None:
+    class Encoded(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Linear(WIDTH, WIDTH).half()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            with torch.no_grad():
+                y = self.encoder(y.half()).float()
+            return super().forward(x, y)
+
+    engine = compiled(Encoded(), "fp16").local_engine()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine.scaler(enabled=True).is_enabled()
 
 
 def test_a_step_under_an_autocast_is_refused() -> None:

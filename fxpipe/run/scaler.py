@@ -73,7 +73,7 @@ class EngineScaler(EngineBase):
         """
         self._require_open("scaler")
         scaled = any(program.scaled for program in self._plan.programs)
-        why = self._why_unscaled()
+        why = "" if scaled else self._why_unscaled()
         if options.get("enabled") and not scaled:
             raise RunError(why or "no gradient of this step is in float16, so that none is scaled: leave enabled out")
         if why and options.get("enabled", True) and self._is_first():
@@ -89,7 +89,7 @@ class EngineScaler(EngineBase):
         return (
             f"{len(half)} trained weights ({half[0]}, ...) are in float16, whose gradients no scaler takes: nothing is "
             "scaled, and small gradients become zero; keep what is trained in float32, as "
-            "diffusers.training_utils.cast_training_params does"
+            "diffusers.training_utils.cast_training_params does, and let what is not require no gradient"
         )
 
     def _scale_losses(self, scaler: GradScaler | None) -> None:

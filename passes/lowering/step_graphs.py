@@ -103,9 +103,11 @@ class StepGraphs:
     def has_half_gradients(self) -> bool:
         """Whether some gradient is in float16, too small a type for most: the loss is then scaled before its backward.
 
-        Not where a trained weight is in float16 itself, which no scaler takes.
+        Not where a trained weight is in float16 itself, which no scaler takes; one that is read without gradients alone
+        is none.
         """
-        trained = [node for node in self.capture.graph.nodes if node.meta.get("requires_grad")]
+        wanted = {node for node in self.capture.graph.nodes if node.meta.get("requires_grad")}
+        trained = [node for node in wanted if node.op != "placeholder" or not wanted.isdisjoint(node.users)]
         types = {node.op == "placeholder": set[torch.dtype]() for node in trained}
         for node in trained:
             types[node.op == "placeholder"] |= {tensor.dtype for tensor in private.tensors_in(node.meta.get("val"))}
