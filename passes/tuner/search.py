@@ -16,7 +16,7 @@ from passes.tuner.trial import Trial
 from passes.tuner.trials import Trials
 
 _MOST_ACTIONS = 200_000
-"""Actions that are walked for either form of frozen work: some ten seconds of a core. What is left then is not walked,
+"""Actions that are walked for either form of frozen work: some 25 seconds of a core. What is left then is not walked,
 once something that was has been found to fit."""
 
 _WORTH = 0.005
