@@ -12,7 +12,8 @@ where they do not, that of both at once counts, as programs use it. Each is the 
 work on the machine counts little. Both directions beside matrix products show what the bytes of messages take from
 computation, and many messages of 4 bytes beside products what every message takes, whatever its bytes: medians, since
 where threads of the network share their cores with computation it is 0.05 or 1 ms as the system places them, of runs
-that take turns, since a machine's speed drifts. Rank 0 prints.
+that take turns, since a machine's speed drifts, and which both ranks begin and end together: one that was late would be
+waited for in the next, which made them 0.1 to 1.4 of a message's time. Rank 0 prints.
 """
 
 import os
@@ -67,12 +68,12 @@ def measured_cluster(rank: int, world_size: int, num_bytes: int = LARGE) -> Clus
     both, more = (usual_seconds(partial(exchange, rank, size), rounds) for size in sizes)
     alone, shared = num_bytes / (larger - large), num_bytes / (more - both)
     long = as_rank_zero(rank, max(num_bytes, round(BESIDE_SECONDS * shared)))
-    work = products(4 * long / shared)
+    work = products(rank, 4 * long / shared)
     beside, apart = (partial(exchange, rank, size, work) for size in (long, SMALL))
-    taken = more_seconds(beside, apart, rounds) * alone / (2 * long)
-    each = products(MANY_SECONDS / MANY)
+    taken = more_seconds(rank, beside, apart, LARGE_ROUNDS) * alone / (2 * long)
+    each = products(rank, MANY_SECONDS / MANY)
     with_messages, products_alone = partial(exchange_many, rank, each), lambda: [each() for _ in range(MANY)].clear()
-    overhead = more_seconds(with_messages, products_alone, MANY_ROUNDS) / (2 * MANY)
+    overhead = more_seconds(rank, with_messages, products_alone, MANY_ROUNDS) / (2 * MANY)
     return cluster(small, alone, shared, taken, overhead, world_size)
 
 
@@ -95,10 +96,10 @@ def ping_pong(rank: int, num_bytes: int) -> None:
         dist.send(message, 0)
 
 
-def products(seconds: float) -> Callable[[], None]:
-    """Work of about so many seconds."""
+def products(rank: int, seconds: float) -> Callable[[], None]:
+    """Work of about so many seconds, as much on both ranks."""
     matrix = torch.randn(PRODUCT, PRODUCT)
-    count = 1 + int(seconds / usual_seconds(lambda: torch.mm(matrix, matrix), LARGE_ROUNDS))
+    count = as_rank_zero(rank, 1 + int(seconds / usual_seconds(lambda: torch.mm(matrix, matrix), LARGE_ROUNDS)))
     return lambda: [torch.mm(matrix, matrix) for _ in range(count)].clear()
 
 
@@ -131,8 +132,17 @@ def usual_seconds(run: Callable[[], object], rounds: int) -> float:
     return statistics.quantiles([seconds(run) for _ in range(rounds)], n=10, method="inclusive")[0]
 
 
-def more_seconds(run: Callable[[], object], other: Callable[[], object], rounds: int) -> float:
-    """By what one usually takes longer than the other: they take turns, as a machine's speed drifts."""
+def as_one(rank: int, run: Callable[[], object]) -> None:
+    """Both ranks begin it together, and end it together."""
+    ping_pong(rank, SMALL)
+    run()
+    ping_pong(rank, SMALL)
+
+
+def more_seconds(rank: int, run: Callable[[], object], other: Callable[[], object], rounds: int) -> float:
+    """By what one usually takes longer than the other, until both ranks have done it: they take turns, as a machine's
+    speed drifts."""
+    run, other = partial(as_one, rank, run), partial(as_one, rank, other)
     for _ in range(rounds // 2):
         other()
         run()

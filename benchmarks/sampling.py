@@ -1,4 +1,4 @@
-"""Seconds of a sampling step on processes of this machine over gloo, a thread each, by every way; and as predicted.
+"""Seconds of a sampling step on processes of this machine over gloo, a core each, by every way; and as predicted.
 
     python benchmarks/sampling.py                                      2 ranks, three wires: about 20 minutes
     python benchmarks/sampling.py --ranks 3 --share 0.6 --rates none   of 0.6 of a core each: two cores have three
@@ -10,7 +10,8 @@ Links are throttled by tc between network namespaces, which needs root; elsewher
 measured. Every way is compiled for every wire, as that was measured. Then rounds of all ways take turns, since a
 machine's speed drifts; what is shown are medians over the steps, of displaced ones over those that follow others. They
 are predicted from the programs' operations, each timed by all ranks at once and among the measurements, scaled so that
-the program of one rank takes what it took, and the measured link.
+the program of one rank takes what it took, and the measured link. Every process has a core for itself, unless it has a
+share: elsewhere threads of gloo of all ranks came on one core at times, and the other rank waited for that.
 """
 
 import argparse
@@ -106,7 +107,9 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     """What one rank does; rank 0 prints."""
-    rank = int(os.environ["RANK"])
+    rank, cores = int(os.environ["RANK"]), sorted(os.sched_getaffinity(0))
+    if options.share is None:
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     console = Console(width=110, quiet=rank != 0)
     table = Table(title=f"a step on {options.ranks} ranks, median seconds", title_justify="left")
     for column in ("model", "wire", "way", "measured", "of one device", "predicted", "error", "a rank receives"):
