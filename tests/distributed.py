@@ -81,7 +81,7 @@ def forks() -> tuple[TextIO, TextIO]:
     ended. It is forked from this one, and so to be called before any thread here has locks that it would wait for."""
     (asked, ask), (hear, answer) = os.pipe(), os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # there is the one by which pytest-xdist hears its master
+        warnings.simplefilter("ignore", DeprecationWarning)  # pytest-xdist has a thread that hears
         process = os.fork()
     if process == 0:
         os.close(ask)

@@ -129,7 +129,9 @@ def test_a_weight_of_two_layers_that_becomes_two_is_refused(batch: tuple[Tensor]
         engine.step(batch)
 
 
-def test_another_layer_in_the_place_of_a_name_that_forward_does_not_read_is_no_change(batch: tuple[Tensor]) -> None:
+def test_another_layer_in_the_place_of_a_name_that_forward_does_not_read_is_no_change(
+    batch: tuple[Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
     model = Layers().double()
     model.also = model.last
     engine = engine_of(model)
@@ -140,6 +142,14 @@ def test_another_layer_in_the_place_of_a_name_that_forward_does_not_read_is_no_c
     engine.step(batch)
     torch.testing.assert_close(model.last.weight.grad, expected)
     assert model.also.weight.grad is None
+
+    model.spare = nn.Linear(1, 1).requires_grad_(False)  # looked at once more, not for what is known of
+    caplog.clear()
+    with pytest.raises(RunError, match="parameters of the model have come"):
+        engine.step(batch)
+    del model.spare
+    engine.step(batch)
+    assert "also" not in caplog.text
 
 
 def test_another_buffer_in_the_place_of_a_second_name_is_refused(batch: tuple[Tensor]) -> None:

@@ -50,7 +50,7 @@ class EngineBase:
     _parts: Parts
     _returned: Sequence[Output]
     _num_writers: int = 1
-    _added_after: int | None = None  # the optimizers' last step before gradients were last added to
+    _added_after: int | None = None  # which step of the optimizers was the last when gradients came
 
     if not TYPE_CHECKING:
 

@@ -80,12 +80,12 @@ class Unchanged:
         if not self._used:
             return
         held: dict[str, Any] = tensors_of(self._model)
-        others = list[str]()
+        others = dict[str, str]()
         for name, (tensor, dtype) in self._used.items():
             now, first = held.get(name), self._first[tensor]
             further = name != first and isinstance(tensor, nn.Parameter)  # of buffers no capture tells which it reads
             if now is not tensor and further and self._settings is not None:  # forward may not read this one
-                others.append(f"{name} of the model, which was {first}, is another tensor")
+                others[name] = f"{name} of the model, which was {first}, is another tensor"
                 continue
             if now is not tensor:
                 raise RunError(
@@ -100,7 +100,9 @@ class Unchanged:
             if now.requires_grad and private.has_gradient_hooks(now):
                 raise RunError(f"parameter {name} has a gradient hook, which steps do not run; change .grad after them")
         if others:
-            self._require_same_step(others)
+            self._require_same_step([*others.values()])
+            for name in others:  # which forward does not read
+                del self._used[name]
 
     def _require_same_values(self) -> None:
         read = [(name, *one) for reads in self._read() for name, one in reads.items()]
