@@ -184,7 +184,7 @@ def test_a_pipeline_without_a_denoiser(sd: tuple[Any, Call]) -> None:
 def test_a_later_call_of_fewer_samples(sd: tuple[Any, Call]) -> None:
     pipe, call = sd
     fast = fxpipe.compile_sampler(pipe, 2, example=call, cfg=2).pipeline()
-    with pytest.raises(FxpipeError, match="cfg=2 groups of samples, but a call has 1; use cfg=1"):
+    with pytest.raises(FxpipeError, match="cfg=2 groups of samples, but a call has 1; use cfg=1, or leave cfg out"):
         fast(**{**call, "guidance_scale": 1.0})
 
 

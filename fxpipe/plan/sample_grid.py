@@ -71,6 +71,7 @@ def grid_for(world_size: int, batch_size: int, cfg: int | None, patches: int | N
         raise CompileError(f"{told} can't be world_size={world_size} ranks; leave one open, or give other numbers")
     if cfg > batch_size:
         raise CompileError(
-            f"cfg={cfg} groups of samples, but a call has {batch_size}; use cfg={gcd(ranks, batch_size)}"
+            f"cfg={cfg} groups of samples, but a call has {batch_size}; use cfg={gcd(ranks, batch_size)}, or leave cfg "
+            "out: every call then has what is right for it"
         )
     return Grid(cfg, patches, columns)
