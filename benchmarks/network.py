@@ -12,8 +12,8 @@ where they do not, that of both at once counts, as programs use it. Each is the 
 work on the machine counts little. Both directions beside matrix products show what the bytes of messages take from
 computation, and many messages of 4 bytes beside products what every message takes, whatever its bytes: medians, since
 where threads of the network share their cores with computation it is 0.05 or 1 ms as the system places them, of runs
-that take turns, since a machine's speed drifts, and which both ranks begin and end together: one that was late would be
-waited for in the next, which made them 0.1 to 1.4 of a message's time. Rank 0 prints.
+that take turns, since a machine's speed drifts, and which both ranks begin and end together: with a rank late
+by the run before, what bytes take was 0.1 to 1.4 of a message's time from one run to the next. Rank 0 prints.
 """
 
 import os

@@ -57,7 +57,7 @@ def ways(ranks: int) -> dict[str, dict[str, Any]]:
 
 def unet(tiny: bool) -> tuple[nn.Module, Example]:
     torch.manual_seed(0)
-    channels, side = ((16, 16, 16), 16) if tiny else ((128, 256, 256), 64)
+    channels, side = ((16, 16, 16), 24) if tiny else ((128, 256, 256), 64)
     model = UNet2DConditionModel(
         sample_size=side, block_out_channels=channels, layers_per_block=1, cross_attention_dim=64,
         attention_head_dim=16, norm_num_groups=16,

@@ -70,8 +70,9 @@ def grid_for(world_size: int, batch_size: int, cfg: int | None, patches: int | N
         told = " x ".join(f"{name}={value}" for name, value in asked.items() if value is not None)
         raise CompileError(f"{told} can't be world_size={world_size} ranks; leave one open, or give other numbers")
     if cfg > batch_size:
+        given = " and ".join(name for name in ("cfg", "patches") if asked[name] is not None)
         raise CompileError(
-            f"cfg={cfg} groups of samples, but a call has {batch_size}; use cfg={gcd(ranks, batch_size)}, or leave cfg "
-            "out: every call then has what is right for it"
+            f"cfg={cfg} groups of samples, but a call has {batch_size}; leave {given} out: every call then has what is "
+            f"right for it, this one cfg={gcd(ranks, batch_size)}"
         )
     return Grid(cfg, patches, columns)
