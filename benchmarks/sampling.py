@@ -108,8 +108,8 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> None:
     """What one rank does; rank 0 prints."""
     rank, cores = int(os.environ["RANK"]), sorted(os.sched_getaffinity(0))
-    if options.share is None:
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    if options.share is None and options.ranks <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
     console = Console(width=110, quiet=rank != 0)
     table = Table(title=f"a step on {options.ranks} ranks, median seconds", title_justify="left")
     for column in ("model", "wire", "way", "measured", "of one device", "predicted", "error", "a rank receives"):
